@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopart.runtime.errors import PlanError
 from autopart.runtime.links import dtype_of
-from autopart.runtime.loading import Originals, original_of
+from autopart.runtime.loading import Originals, give_data, original_of
 from autopart.runtime.manifest import Manifest, ParameterSpec
 from autopart.runtime.norms import NORMS, Share, nothing
 
@@ -94,7 +94,8 @@ def _empty(spec: ParameterSpec, device: torch.device, original: Tensor | None) -
         return ParameterElsewhere(empty, requires_grad=spec.trainable)
     if original.is_meta:
         return ParameterElsewhere(empty, requires_grad=original.requires_grad)
-    original.data, original.grad = empty, None
+    original.grad = None
+    give_data(original, empty)
     original.__class__ = ParameterElsewhere
     return original
 
@@ -108,4 +109,4 @@ def restore(tensor: Tensor, value: Tensor) -> None:
     """Gives a tensor of the original all its elements again."""
     if isinstance(tensor, ParameterElsewhere):
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
-    tensor.data = value.to(tensor.device)
+    give_data(tensor, value.to(tensor.device))

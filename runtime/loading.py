@@ -169,6 +169,19 @@ def original_of(spec: ParameterSpec, originals: Originals) -> Tensor | None:
     return None
 
 
+def give_data(parameter: Tensor, data: Tensor) -> None:
+    """The parameter's new memory, of another shape, say.
+
+    autograd's node for a parameter demands gradients of the shape that it had when the node was made, and lives as
+    long as any result of an earlier forward that somebody keeps, as a module that is pruned keeps its weight. torch
+    makes another node where the type has changed.
+    """
+    if data.shape != parameter.shape:
+        other = torch.float32 if parameter.dtype == torch.float16 else torch.float16
+        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = data
+
+
 def _place_one(spec: ParameterSpec, mesh: Mesh, original: Tensor | None) -> Tensor:
     if original is None or original.is_meta:
         data = torch.zeros(local_shape(spec, mesh), dtype=dtype_of(spec.dtype), device=mesh.device)
@@ -184,7 +197,7 @@ def _place_one(spec: ParameterSpec, mesh: Mesh, original: Tensor | None) -> Tens
     if original.is_meta:
         return nn.Parameter(data, requires_grad=original.requires_grad)
     gradient, original.grad = original.grad, None
-    original.data = data
+    give_data(original, data)
     if gradient is not None:  # of a module that is part of another model as well, which went back before
         original.grad = local_share(gradient, spec, mesh).to(mesh.device).clone()
     return original
