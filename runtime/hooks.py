@@ -9,6 +9,9 @@ from weakref import WeakMethod
 
 from torch import Tensor
 
+_WRAPPED = "passes_over_none"
+"""The attribute of hooks that are not called without a gradient."""
+
 
 def weakly(method: Callable[..., None], *first: object) -> Callable[..., None]:
     """Calls the method, with these arguments and then its own, as long as there is its object.
@@ -31,15 +34,12 @@ def pass_over_none(tensor: Tensor) -> None:
     autograd calls them with None where a Function gives a tensor none, and not at all where torch's own ops do not
     reach it. Another part of the same backward may reach it still.
     """
-    _wrap(tensor._backward_hooks, _if_given)
-    accumulated = tensor._post_accumulate_grad_hooks
-    if any(not hasattr(hook, _WRAPPED) for hook in (accumulated or {}).values()):
+    _wrap(tensor._backward_hooks or {}, _if_given)
+    accumulated = tensor._post_accumulate_grad_hooks or {}
+    if any(not hasattr(hook, _WRAPPED) for hook in accumulated.values()):
         arrival = _Arrival()
         tensor.register_hook(arrival)
         _wrap(accumulated, lambda hook: _if_arrived(hook, arrival))
-
-
-_WRAPPED = "passes_over_none"
 
 
 class _Arrival:
@@ -54,9 +54,9 @@ class _Arrival:
         self.given = gradient is not None
 
 
-def _wrap(hooks: dict[int, Any] | None, wrapper: Callable[[Any], Any]) -> None:
-    for key, hook in [*(hooks or {}).items()]:
-        if hooks is not None and not hasattr(hook, _WRAPPED):
+def _wrap(hooks: dict[int, Any], wrapper: Callable[[Any], Any]) -> None:
+    for key, hook in [*hooks.items()]:
+        if not hasattr(hook, _WRAPPED):
             hooks[key] = wrapper(hook)
             setattr(hooks[key], _WRAPPED, True)
 

@@ -63,3 +63,22 @@ def test_other_values_than_the_default_are_refused() -> None:
     other(x, y=y, scale=2.0)
     with pytest.raises(InputError, match=r"'scale' was 2.0 when the model was captured and is now 1.0"):
         other(x, y=y)
+
+
+class _Switched(nn.Module):
+    """Computes what it is told to by a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        y: Tensor = (self.first if task == "first" else self.second)(x).square().mean()
+        return y
+
+
+def test_a_word_that_chooses_among_results_says_what_to_return() -> None:
+    model = autopart.parallelize(_Switched(), verbose=False)
+    model(torch.randn(2, 4), "first")
+    with pytest.raises(InputError, match=r"'task' was 'first' .* is now 'second'.*let forward return all of them"):
+        model(torch.randn(2, 4), "second")

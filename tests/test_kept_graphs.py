@@ -30,21 +30,23 @@ def trained(model: Any) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for seed in range(2):
         optimizer.zero_grad()
-        model(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))).backward()
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        model(x).backward()
         optimizer.step()
     return [*model.state_dict().values()]
 
 
 def compared(limits: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    plain = Net()
+    plain = Net().double()
     torch.manual_seed(0)
-    net = Net()
-    kept = net(torch.ones(4, 4))
+    net = Net().double()
+    ones = torch.ones(4, 4, dtype=torch.float64)
+    kept = net(ones)
     model = autopart.parallelize(net, cluster=ideal(2), verbose=False, microbatches=1, **limits)
     for one, two in zip(trained(model), trained(plain), strict=True):
-        torch.testing.assert_close(one, two)
-    given = torch.autograd.grad(model(torch.ones(4, 4)), [*model.parameters()])
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+    given = torch.autograd.grad(model(ones), [*model.parameters()])
     assert [gradient.shape for gradient in given] == [parameter.shape for parameter in model.parameters()]
     assert kept.requires_grad
 
