@@ -66,12 +66,15 @@ def _note(error: BaseException, trace: TracebackType | None) -> str:
         for value in values:
             if isinstance(value, ParameterElsewhere):
                 return f"{value.held} has no elements on this rank, and no gradient: pass over what has none"
-    names = [name for program in [*_programs] for name in program.none_for]
-    missed = isinstance(error, AttributeError | TypeError) and "NoneType" in text
-    if names and (missed or (isinstance(error, KeyError) and error.args and error.args[0] in names)):
+    left_out = {name for program in [*_programs] for name in program.none_for}
+    if isinstance(error, KeyError):
+        left_out.intersection_update(error.args)
+    elif not (isinstance(error, AttributeError | TypeError) and "NoneType" in text):
+        left_out.clear()
+    if left_out:
         return (
-            f"in training a parallel model returns its loss alone: {', '.join(map(repr, names))} is None then "
-            '(or left out); parallelize(model, outputs="all") returns the rest as well'
+            "in training a parallel model returns its loss alone, and None for (or without) "
+            f'{", ".join(map(repr, sorted(left_out)))}; parallelize(model, outputs="all") returns the rest as well'
         )
     return ""
 
