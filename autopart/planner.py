@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopart.analysis import Analysis, analyze
 from autopart.candidates import Candidates
@@ -155,10 +156,10 @@ def make_plan(
     def over_memory(plan: Plan) -> Overfull | None:
         return None if known.less_memory else overfull(plan, analysis, cluster)  # a frontier's bytes are what it counts
 
-    space, result, plan, bound, less = _within_memory(fastest, over_memory, cluster)
+    found = _within_memory(fastest, over_memory, cluster)
     solved = time.perf_counter()
-    candidates = space.candidates
-    bound = min(bound, plan.step_time_s)
+    plan, result, candidates = found.plan, found.result, found.space.candidates
+    bound = min(found.bound_s, plan.step_time_s)
     return replace(
         plan,
         bound_s=bound,
@@ -175,51 +176,61 @@ def make_plan(
             *speeds(cluster),
             *notes(candidates, result.answer, plan.step_time_s),
             *unbounded(candidates, result.config, plan),
-            *(unfactored(candidates, space.first, result.considered, bound) if limits.free_axes else ()),
+            *(unfactored(candidates, found.space.first, result.considered, bound) if limits.free_axes else ()),
             *whole_nodes(cluster, result.considered),
             *(() if thorough else untried(result.considered, bound)),
-            *less,
+            *found.notes,
         ),
         considered=tuple(_row(item) for item in result.considered),
     )
+
+
+class _Fits(NamedTuple):
+    """The fastest plan whose code its devices have room for. space, result: of the search that found it.
+
+    bound_s: no plan takes less. notes: of what less memory it was planned for.
+    """
+
+    space: PlanSpace
+    result: SearchResult[AnyAnswer]
+    plan: Plan
+    bound_s: float
+    notes: tuple[str, ...] = ()
 
 
 def _within_memory(
     fastest: Callable[[Cluster], tuple[PlanSpace, SearchResult[AnyAnswer]]],
     over_memory: Callable[[Plan], Overfull | None],
     cluster: Cluster,
-) -> tuple[PlanSpace, SearchResult[AnyAnswer], Plan, float, list[str]]:
-    """What was searched, and found, the fastest plan whose code its devices have room for, a lower bound, and notes.
+) -> _Fits:
+    """The fastest plan by what plans count on, or, where its code holds more than a device has, for as much less.
 
-    fastest: of a cluster, by what plans count on. over_memory: a rank of a plan whose code holds more. Then plans are
-    made for as much less memory; where nothing fits in that, for half as much less.
+    fastest: of a cluster. over_memory: a rank of a plan whose code holds too much. Where nothing fits in as much less,
+    half as much less is tried.
     Raises what ``fastest`` does, InfeasibleError.
     """
     space, result = fastest(cluster)
-    plan, bound = space.plan_of(result.answer), result.bound
-    over = over_memory(plan)
+    found = _Fits(space, result, space.plan_of(result.answer), result.bound)
+    over = over_memory(found.plan)
     share, least = 1.0, 0.0  # for which plans' code holds too much, and in which nothing fits
-    notes, failure = list[str](), "it holds too much as well"
+    failure = "it holds too much as well"
     for _ in range(MOST_AGAIN):
         if over is None:
             break
         less = max(share * over.share, (share + least) / 2)
-        notes = [f"planned for {less:.1%} of the memory, as {over}"]
+        note = f"planned for {less:.1%} of the memory, as {over}"
         try:
             space, result = fastest(with_share(cluster, less))
         except (InfeasibleError, NotBetter) as error:
             least, failure = less, str(error)
             continue
-        plan, share, bound = (
-            with_capacities(space.plan_of(result.answer), cluster, less),
-            less,
-            min(bound, result.bound),
-        )
+        plan = with_capacities(space.plan_of(result.answer), cluster, less)
+        share, found = less, _Fits(space, result, plan, min(found.bound_s, result.bound), (note,))
         over = over_memory(plan)
     if over is not None:
         told = f"{over}; planned for less memory, {failure}"
         raise InfeasibleError(told, over.held_bytes - over.room_bytes)
-    return space, result, plan, bound, notes
+    return found
 
 
 def _candidates(

@@ -191,7 +191,7 @@ def _same_for_all(made: fx.Graph) -> bool:
         batch=1,
     )
     split = split_batch(program, RULES)
-    return not split.flaw and split.combine["mask"][0] in ("cat", "same")
+    return not split.flaw and split.combine["mask"].kind in ("cat", "same")
 
 
 def _kind_of(made: fx.Graph, samples: int) -> MaskKind | None:

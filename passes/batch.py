@@ -23,7 +23,7 @@ import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -55,20 +55,30 @@ _KEEP_GROUPS = {aten.cumsum.default, aten.to.dtype, aten.clone.default}
 _SHIFTS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar}
 
 
+class Combined(NamedTuple):
+    """How the shares of an output make the whole. kind: "sum", "cat" or "same".
+
+    dim, blocks: of "cat" the tensor dim, and how many blocks in it each hold all samples.
+    """
+
+    kind: str
+    dim: int = 0
+    blocks: int = 1
+
+
 @dataclass(slots=True)
 class BatchSplit:
     """The graph that computes one share of the samples, and how the shares' outputs make the whole.
 
     graph: placeholders ``b`` (samples in this share), ``B`` (samples in the whole batch) and totals added.
-    combine: for every tensor output its name, "sum", "cat" or "same", and of "cat" the dim and the blocks in it that
-    each hold all samples.
+    combine: of every tensor output, by its name.
     updates: of written buffers how the shares' new values make the whole batch's, see ``ParameterSpec.combine``.
     totals: the graph that computes the totals from the inputs, and their names; None when there are none.
     flaw: why the batch may not be split, naming the op; '' when it may. The graph is then the program's own.
     """
 
     graph: fx.Graph
-    combine: dict[str, tuple[str, int, int]]
+    combine: dict[str, Combined]
     totals: fx.Graph | None = None
     total_names: tuple[str, ...] = ()
     flaw: str = ""
@@ -381,7 +391,7 @@ class Splitter:
     def finish(self, node: fx.Node) -> BatchSplit:
         results = self.mapped(graphs.results(node.graph))
         tensors = [info for info in self.program.outputs if info.node is not None]
-        combine: dict[str, tuple[str, int, int]] = {}
+        combine: dict[str, Combined] = {}
         for info, result in zip(tensors, results, strict=False):
             state = self.states[result]
             if state.onto is not None:
@@ -389,7 +399,7 @@ class Splitter:
             if state.points or state.order is not None:
                 raise Mixes(f"returns {info.name!r}, whose rows stand in another order")
             kind = "cat" if state.placement.is_shard else "sum" if state.placement == PARTIAL else "same"
-            combine[info.name] = (kind, state.placement.dim, state.placement.outer)
+            combine[info.name] = Combined(kind, state.placement.dim, state.placement.outer)
         updates = {
             name: how_written(name, self.states[result])
             for name, result in zip(self.program.updated_buffers, results[len(tensors) :], strict=True)
@@ -413,7 +423,7 @@ class Splitter:
 
 def split_batch(program: Program, rules: RuleBook) -> BatchSplit:
     """Proves that the program's batch may be split and rewrites its graph for one share, or says which op mixes."""
-    whole = {info.name: ("same", 0, 1) for info in program.outputs if info.node is not None}
+    whole = {info.name: Combined("same") for info in program.outputs if info.node is not None}
     if program.static_batch:
         return BatchSplit(program.graph, whole, flaw=f"the batch size is fixed: {program.static_batch}")
     splitter = Splitter(program, rules, additions=additions_to_buffers(program))

@@ -274,14 +274,14 @@ def _outputs(
         if info.node is None:
             specs.append(OutputSpec(info.name, 0, "constant", constant=info.constant, kind=info.kind))
             continue
-        combine, dim, blocks = split.combine[info.name]
+        kind, dim, blocks = split.combine[info.name]
         stage = next(stage.index for stage in stages if info.name in stage.outputs)
         value = info.node.meta["val"]
         shape = _sizes([extent(item) for item in value.shape], f"the output {info.name!r}")
         result = graphs.results(stage_graphs[stage])[len(stages[stage].sends) + stages[stage].outputs.index(info.name)]
         placements = tuple(map(str, result.meta["placements"]))
         dtype, gradient = _dtype(value.dtype), info.differentiable
-        specs.append(OutputSpec(info.name, stage, combine, shape, dtype, dim, blocks, None, placements, gradient))
+        specs.append(OutputSpec(info.name, stage, kind, shape, dtype, dim, blocks, None, placements, gradient))
     return specs
 
 
