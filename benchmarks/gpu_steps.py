@@ -10,7 +10,7 @@ calibration and from the preset of its GPU.
 
 A step's time is the mean over a few steps without a wait between them, the median of three such spans; a GPU then waits
 for its host where that takes longer. Memory is the most that PyTorch allocated; predicted is what a plan says, but of
-:data:`autopart.candidate_prices.CUDA_OVERHEAD_BYTES`, which stands for the process's context and libraries, the
+:data:`autopart.candidate_settings.CUDA_OVERHEAD_BYTES`, which stands for the process's context and libraries, the
 workspaces alone that PyTorch allocates for matrix products. Errors are those against the emitted program where it was
 measured, else against the model as it is.
 
