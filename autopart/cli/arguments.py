@@ -58,7 +58,7 @@ def add_model(parser: argparse.ArgumentParser, dtype: str | None = "the model's 
         "model",
         metavar="plan.json|MODEL" if or_plan else "MODEL",
         help=("a plan file, or " if or_plan else "") + "hf:FAMILY?key=value&… (a transformers model_type; batch, "
-        "seq, image and task shape the inputs) or "
+        "seq, image, audio and padding=no shape the inputs, task picks the head) or "
         "file.py:function, which returns model, args, kwargs",
     )
     if dtype is not None:
