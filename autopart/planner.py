@@ -105,6 +105,8 @@ def make_plan(
     meshes: equal: all stages have one; unlike: stages may differ in replicas and tensor ranks; auto: equal, and
     unlike where that can win (:func:`autopart.plan_space.unlike_can_win`).
     bucket_bytes: of gradients that share a message; None: by what these take to sum (:mod:`autopart.bucket_size`).
+    optimizer: none, sgd, momentum, adagrad, rmsprop, adam or adamw, whose state and step are counted. microbatches: of
+    each replica's batch.
     time_limit_s: for each solver call. thorough: try all configurations that may be faster than the best; else some of
     a large model (:data:`MOST_OPS`), and none that takes long to search and may gain less than the share WORTH: the gap
     says what those that are left may gain.

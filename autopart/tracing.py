@@ -67,6 +67,7 @@ def capture(
     precision: "bf16-mixed" or "fp16-mixed": as under ``torch.autocast``, weights kept in their own type; "": as the
     model computes, under the autocast that is on around this call.
     reduce_dtype: in which ranks add gradients up, "float32", "bfloat16" or "float64"; "": the parameters' own types.
+    name: what plans call the model (default: its class).
     Raises CaptureError naming the module path and source line that cannot be captured.
     """
     if not isinstance(model, nn.Module):
