@@ -101,7 +101,10 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
     )
     parser.add_argument("--microbatches", type=positive, metavar="N", help="pieces of each replica's batch")
     parser.add_argument(
-        "--schedule", choices=SCHEDULES, help="order of the microbatches' passes (default: 1f1b; auto: tries several)"
+        "--schedule",
+        choices=SCHEDULES,
+        help="order of the microbatches' passes (default: 1f1b, or gpipe where the model computes no loss; auto: tries "
+        "several)",
     )
     parser.add_argument("--virtual", type=positive, metavar="N", help="interleaved: stages on each rank (default: 2)")
     parser.add_argument(
