@@ -48,7 +48,13 @@ def test_runs_of_another_engine_or_device_are_kept_beside(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count", "error", "correlation"),
-    [("zero_bubble", 35, 0.04, 0.99), ("large_clusters", 17, 0.08, 0.95), ("internlm", 30, 0.17, 0.85)],
+    [
+        ("zero_bubble", 35, 0.04, 0.99),
+        ("large_clusters", 17, 0.08, 0.95),
+        ("internlm", 30, 0.17, 0.85),
+        ("dlperf_gpt", 18, 0.11, 0.98),
+        ("libai", 22, 0.1, 0.98),
+    ],
 )
 def test_tables_that_were_looked_for_later(name: str, count: int, error: float, correlation: float) -> None:
     """Nothing was fitted or chosen for them; docs/cost-model.md says where the last are off by more than the others."""
