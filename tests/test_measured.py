@@ -54,6 +54,7 @@ def test_runs_of_another_engine_or_device_are_kept_beside(name: str) -> None:
         ("internlm", 30, 0.17, 0.85),
         ("dlperf_gpt", 18, 0.11, 0.98),
         ("libai", 22, 0.1, 0.98),
+        ("a100_engines", 10, 0.08, 0.98),
     ],
 )
 def test_tables_that_were_looked_for_later(name: str, count: int, error: float, correlation: float) -> None:
