@@ -110,6 +110,15 @@ def test_measured_image_models_in_mixed_precision_are_priced(only: str) -> None:
 
 
 @pytest.mark.slow
+def test_measured_replicas_of_bert_are_priced() -> None:
+    """Within a node: between nodes that engine's sums come after the backward, which are priced beside it."""
+    rows = [row for row in run("published_bert.py") if row["gpus"] <= 8]
+    assert len(rows) == 12
+    for row in rows:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.19), row
+
+
+@pytest.mark.slow
 def test_h100_of_2023_were_slower_than_they_are_priced() -> None:
     """By a fifth, as the kernels and clocks of these runs are not those that the preset was measured with."""
     rows = run("published_models.py", "--only", "H100 3b 2048")
