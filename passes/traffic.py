@@ -10,6 +10,8 @@ op                          besides
 softmax of long rows *      rows of more than 1,024 elements are read three times, and back twice with their gradient
 cross_entropy_loss *        softmax and its result; back a gradient of zeros is made first
 layer_norm, rms_norm, ... * the input is read three times; back the sums over rows for weight and bias, below
+batch_norm *                the input is read twice, first for the statistics; back it and the gradient are, first for
+                            their sums, which are the learned ones' gradients
 sums over rows *            a bias's, or of what was broadcast: a kernel that adds up columns takes three times as
                             long as one that reads rows
 casts *                     are not vectorized, which costs half as much again
@@ -89,7 +91,7 @@ def forward_traffic(node: fx.Node, kind: str) -> Traffic:
     elif name == "cross_entropy_loss":
         moved = moved + _bytes(read[:1]) * 3
     elif name in _NORMS:
-        moved = moved + _bytes(read[:1]) * 2
+        moved = moved + _bytes(read[:1]) * (1 if name == "batch_norm" else 2)
     elif _is_cast(node):
         moved = moved * 3 // 2
     return Traffic(moved, 2 if name == "cross_entropy_loss" else 1)
@@ -145,6 +147,8 @@ def _own_backward(node: fx.Node, kind: str) -> Traffic:
         return Traffic(moved + given, 1)
     if name == "cross_entropy_loss":
         return Traffic(moved + results * (3 if reread else 1), 3)
+    if name == "batch_norm" and reread:
+        return Traffic(moved + given + _bytes(read[:1]), 2)
     if name in _NORMS:
         learned = [value for value in wanted if value is not read[0]]
         return Traffic(moved, 1) + _summed(_bytes(read[:1]) * (2 * bool(learned)), bool(learned))
