@@ -5,8 +5,9 @@ uses one computes it itself (RaNNC's cloning, arXiv 2103.16063, section III-A). 
 of the graph, branch by branch; any run of it is convex, since the order is topological, and for the same reason blocks
 depend on earlier ones alone. The chain is cut where few values cross: where their number is at a local minimum, as
 between sublayers, at the position with the fewest bytes; and where a layer begins or ends, unless more cross there than
-on both sides. Blocks are the nodes of a graph (:func:`block_edges`), which need be no chain. Blocks with equal text, up
-to the names of what they read, repeat and are folded.
+on both sides; never where a value crosses whose size follows from values. Blocks are the nodes of a graph
+(:func:`block_edges`), which need be no chain. Blocks with equal text, up to the names of what they read, repeat and are
+folded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from autopart.passes.graph import Value
 from autopart.passes.program import Role
 from autopart.passes.sizes import extent
 from autopart.passes.storage import op_name
-from autopart.runtime.errors import CaptureError
 
 _FEWER = 0.9
 """Ops are taken out of their order in the graph if that leaves less than this share of the values alive."""
@@ -163,20 +163,18 @@ def _branch_by_branch(ops: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def value_bytes(value: Value, batch: int) -> int:
-    """Bytes of a value for a batch of that many samples. Raises CaptureError where values decide how many they are."""
+    """Bytes of a value for a batch of that many samples. Its sizes must not follow from values."""
     fake = value.fake
     total = fake.element_size()
     for size in fake.shape:
         found = extent(size)
-        if found is None and free_unbacked_symbols(size):
-            node = value.node
-            raise CaptureError(
-                f"{node.target} in {graphs.module_path(node) or 'the model'} ({graphs.source_line(node)}) has a result "
-                "whose size follows from values, as h[mask] has, and stages exchange and keep tensors of known sizes; "
-                "keep all entries and leave some out of the loss (ignore_index=-100, torch.where(mask, h, 0))"
-            )
         total *= found.at(batch) if found is not None else int(size)
     return total
+
+
+def _of_unknown_size(value: Value) -> bool:
+    """Whether values decide how many elements it has, as in ``h[mask]``."""
+    return any(free_unbacked_symbols(size) for size in value.fake.shape)
 
 
 def crossing(ops: Sequence[fx.Node]) -> list[tuple[Value, ...]]:
@@ -212,6 +210,8 @@ def cut_positions(
     position_of = {node: position for position, node in enumerate(ops)}
     spans = [[position_of[node] for node in group] for group in uncut]
     closed = {position for span in spans for position in range(min(span) + 1, max(span) + 1)}
+    # A receiver has to know how large what it gets is.
+    closed |= {position for position, live in enumerate(lives) if any(map(_of_unknown_size, live))}
     counts = [len(live) for live in lives]
     ends = _ends_of_layers(ops)
     cuts, start = {0, len(ops)}, 1

@@ -205,11 +205,11 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sizes(sizes: Sequence[Extent | None], what: str) -> tuple[Size, ...]:
+def _sizes(sizes: Sequence[Extent | None], what: str, instead: str = "use fewer stages") -> tuple[Size, ...]:
     found: list[Size] = []
     for size in sizes:
         if size is None:
-            raise PlanError(f"{what} has a size that is no multiple of the batch size; use fewer stages")
+            raise PlanError(f"{what} has a size that is no multiple of the batch size; {instead}")
         found.append(str(size) if size.batched else size.coefficient)
     return tuple(found)
 
@@ -277,7 +277,11 @@ def _outputs(
         kind, dim, blocks = split.combine[info.name]
         stage = next(stage.index for stage in stages if info.name in stage.outputs)
         value = info.node.meta["val"]
-        shape = _sizes([extent(item) for item in value.shape], f"the output {info.name!r}")
+        shape = _sizes(
+            [extent(item) for item in value.shape],
+            f"the output {info.name!r}",
+            "where values decide it (h[mask]), let forward return all entries and the mask, and choose in the script",
+        )
         result = graphs.results(stage_graphs[stage])[len(stages[stage].sends) + stages[stage].outputs.index(info.name)]
         placements = tuple(map(str, result.meta["placements"]))
         dtype, gradient = _dtype(value.dtype), info.differentiable
