@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopart.runtime.attempts import restartable, store_of_this_start
 from autopart.runtime.errors import ClusterError, PlanError
 from autopart.runtime.invariant import Draw, Share
 from autopart.runtime.manifest import Manifest
@@ -143,12 +144,16 @@ def connect(device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Initialises torch.distributed from torchrun's environment, unless the script did it or there is one process."""
     if job_size() == 1 or dist.is_initialized():
         return
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # gloo beside NCCL: tensors that live on the CPU, such as gathered checkpoints, can then be exchanged as well.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl"
+    if restartable():
+        store, rank = store_of_this_start(timeout), int(os.environ["RANK"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=job_size(), timeout=timeout)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     atexit.register(_disconnect)
 
 

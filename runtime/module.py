@@ -465,7 +465,10 @@ class ParallelModule(HeldStages):
             if self.mesh.world_size > 1:
                 text = traceback.format_exc()
                 if re.search(r"closed by peer|Connection reset|Broken pipe", text):
-                    text = "lost the connection to another rank; its own message says why"
+                    text = (
+                        "lost the connection to another rank; its own message says why, and if it has none, it was "
+                        "killed, as for want of memory, or ended before this one, as with fewer batches"
+                    )
                 where = f"rank {self.mesh.rank} ({self.mesh.title})"
                 print(f"[autopart] {where} failed: {text}", file=sys.stderr, flush=True)
             raise
