@@ -14,7 +14,7 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from autopart.runtime.errors import ClusterError
 
@@ -29,15 +29,15 @@ def restartable() -> bool:
     ) not in ("", "0")
 
 
-def store_of_this_start(timeout: timedelta) -> dist.Store:
+def store_of_this_start(timeout: timedelta) -> Store:
     """The job's store, under the name of this start. Raises ClusterError when ranks do not come in time."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    store = TCPStore(address, port, is_master=False, timeout=timeout)
     name = agree(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    return dist.PrefixStore(name, store)
+    return PrefixStore(name, store)
 
 
-def agree(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
+def agree(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
     """A name that all ranks of this start return, and those of no other. Raises ClusterError after ``timeout``."""
     word = uuid.uuid4().hex
     end = time.monotonic() + timeout.total_seconds()
@@ -59,7 +59,7 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
             return name
 
 
-def _await(store: dist.Store, key: str, end: float, whom: str) -> None:
+def _await(store: Store, key: str, end: float, whom: str) -> None:
     while not store.check([key]):
         _pause(end, whom)
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from autopart.runtime.attempts import agree
 from autopart.runtime.errors import ClusterError
@@ -18,7 +18,7 @@ from autopart.runtime.errors import ClusterError
 SOON, AT_ONCE = timedelta(seconds=20), timedelta(seconds=0.2)
 
 
-def names(store: dist.Store, *ranks: int) -> set[str]:
+def names(store: Store, *ranks: int) -> set[str]:
     """What ranks of a job of three agree on, which come in this order."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return {future.result() for future in [pool.submit(agree, store, rank, 3, SOON) for rank in ranks]}
@@ -26,14 +26,14 @@ def names(store: dist.Store, *ranks: int) -> set[str]:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
 def test_each_start_has_a_name_of_its_own(order: tuple[int, ...]) -> None:
-    store = dist.HashStore()
+    store = HashStore()
     found = [names(store, *order) for _ in range(3)]
     assert [len(each) for each in found] == [1, 1, 1]
     assert len(set[str]().union(*found)) == 3
 
 
 def test_starts_that_some_ranks_never_reached_are_passed_over() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     for lone in (1, 0):
         with pytest.raises(ClusterError, match="did not connect in time"):
             agree(store, lone, 3, AT_ONCE)
