@@ -29,6 +29,7 @@ from autopart.runtime.errors import AutopartError, InputError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
+from autopart.sizeless import refuse_sizeless
 from autopart.spread import on_first_rank, start_alike, write_on_hosts
 from autopart.watched_attributes import Watched
 from autopart.watched_parts import SetBuffers, WatchedParts
@@ -150,8 +151,8 @@ def parallelize(
     optimizer, dropout; not beside a plan.
 
     Raises InputError and PlanError for values that are none of these, for a model that is wrapped or parallelized
-    already, and PlanError where nothing says how a model on meta starts; what the model or the plan lacks is said when
-    the model is planned.
+    already, CaptureError for lazy modules that were never called, and PlanError where nothing says how a model on meta
+    starts; what the model or the plan lacks is said when the model is planned.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"parallelize takes an nn.Module, got {type(model).__name__}")
@@ -163,6 +164,7 @@ def parallelize(
             f"parallelize takes the model itself, not one that is wrapped ({type(model).__name__}): "
             f"give it model.{inner}"
         )
+    refuse_sizeless(model)
     check_modes(batch, outputs)
     check_named(limits)
     if variants < 1:

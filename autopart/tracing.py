@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.nn.parameter import is_lazy
 
 from autopart.argument_checks import unchecked_arguments
 from autopart.assembled import assemble
@@ -40,6 +39,7 @@ from autopart.passes.program import Evaluation, Program, mode_free_digests, mode
 from autopart.repeated_layers import export_with_copies
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.structure import flatten
+from autopart.sizeless import refuse_sizeless
 from autopart.symbolic_lengths import symbolic_lengths
 
 
@@ -90,12 +90,7 @@ def capture(
             f"the module {scripted[0] or '(root)'} is compiled by torch.jit, whose code cannot be traced; give the "
             "module that it was compiled from"
         )
-    sizeless = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
-    if sizeless:
-        raise CaptureError(
-            f"the parameter {sizeless[0]!r} has no size yet, as of lazy modules before their first call; call the "
-            "model once on a batch, before an optimizer is made"
-        )
+    refuse_sizeless(model)
     check_apart(model)
     bound = {**bind(model.forward, args, kwargs), **targets}
     named, structure = flatten(bound)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopart
-from autopart.runtime.errors import ClusterError, InputError, PlanError
+from autopart.runtime.errors import CaptureError, ClusterError, InputError, PlanError
 from launch import ChildFailure, launch
 
 
@@ -341,6 +341,12 @@ def test_a_plan_for_another_number_of_ranks(tmp_path: Any) -> None:
 def test_what_parallelize_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         autopart.parallelize(build(), **options)
+
+
+def test_a_model_without_sizes_is_refused_before_it_is_called() -> None:
+    for lazy in (nn.Sequential(nn.LazyLinear(4)), nn.Sequential(nn.LazyBatchNorm1d(affine=False))):
+        with pytest.raises(CaptureError, match=r"has no size yet.*before it is parallelized"):
+            autopart.parallelize(lazy)
 
 
 def test_local_batches_need_the_number_of_replicas() -> None:
