@@ -122,7 +122,8 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Plain attributes of the original, such as ``config``, and its parts until it is planned.
 
-        Raises NotHereError for parts after that, and for methods: both would compute with this rank's shares.
+        Raises NotHereError for parts after that, and for methods: both would compute with this rank's shares; PlanError
+        for parts that torch.func.functional_call would exchange.
         """
         try:
             return super().__getattr__(name)
@@ -133,6 +134,12 @@ class StandIn(nn.Module):
             if name in original.__dict__ and not name.startswith("_"):
                 return original.__dict__[name]
             if _is_part(original, name):
+                if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils._named_member_accessor":
+                    raise PlanError(
+                        "torch.func.functional_call computes a model with other tensors in place of its parameters, "
+                        "and a parallel program computes with those that it has divided; call the model itself, load "
+                        "the tensors by load_state_dict, or use functional_call on a model of one process"
+                    ) from None
                 if self._kept:
                     return getattr(original, name)
                 raise NotHereError(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autopart
@@ -164,3 +165,24 @@ class Called(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.as_tensor(self.model(x, x))
+
+
+class Holding(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.inner(x, y)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["itself", "in another module"])
+@pytest.mark.parametrize("planned", [False, True])
+def test_computing_with_other_tensors_is_refused(planned: bool, held: bool) -> None:
+    parallel = autopart.parallelize(Net().double(), **LIMITS)
+    if planned:
+        parallel(*batch(0))
+    model = Holding(parallel) if held else parallel
+    given = {name: nn.Parameter(2 * value.detach()) for name, value in model.named_parameters()}
+    with pytest.raises(PlanError, match="functional_call computes a model with other tensors"):
+        functional_call(model, given, batch(0))
