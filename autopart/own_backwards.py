@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import BackwardHook
 
 from autopart.capture_place import own_place
-from autopart.own_functions import Applied, Backward, Hook, with_scaled_gradient
+from autopart.own_functions import Applied, Backward, Hook, ModuleHook, with_scaled_gradient
 from autopart.runtime.errors import CaptureError
 
 Place = tuple[Any, str]
@@ -30,12 +31,13 @@ Place = tuple[Any, str]
 @dataclass(slots=True)
 class OwnBackwards:
     """hooks: what is said of them. functions: by Function and place what it was applied to. on_tensors: hooks on
-    gradients of tensors in the forward, by place.
+    gradients of tensors in the forward, by place. on_modules: hooks on gradients of modules, by path and hook.
     """
 
     hooks: dict[str, None] = field(default_factory=dict)
     functions: dict[Place, dict[str, Applied]] = field(default_factory=dict)
     on_tensors: dict[str, Hook] = field(default_factory=dict)
+    on_modules: dict[tuple[str, Any], ModuleHook] = field(default_factory=dict)
     _backwards: dict[Place, set[Backward]] = field(default_factory=dict)
 
     def backwards(self) -> dict[Place, set[Backward]]:
@@ -48,9 +50,12 @@ class OwnBackwards:
     def notes(self) -> list[str]:
         """Of hooks, and of Functions of which is not known whether they have the derivative of their forward.
 
-        Raises CaptureError for one that has another, and for a hook that changes a tensor's gradient.
+        Raises CaptureError for one that has another, and for a hook that changes a gradient.
         """
         found = dict(self.hooks)
+        for (path, called), on_module in self.on_modules.items():
+            if on_module.changes():
+                raise CaptureError(_on_module_change(_name(called), path, on_module.before))
         for place, hook in self.on_tensors.items():
             if hook.changes():
                 raise CaptureError(_on_change(_name(hook.called), place))
@@ -85,6 +90,9 @@ def own_backwards(model: nn.Module, scaled: frozenset[Place]) -> Iterator[OwnBac
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if not _of_torch(hook)
     )
+    paths = {module: path for path, module in model.named_modules()}
+    set_up = BackwardHook.setup_input_hook, BackwardHook.setup_output_hook
+    entered: dict[BackwardHook, Any] = {}
     register, before = torch.Tensor.register_hook, vars(_SingleLevelFunction).get("apply")
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,9 +115,22 @@ def own_backwards(model: nn.Module, scaled: frozenset[Place]) -> Iterator[OwnBac
             own.on_tensors.setdefault(own_place(traceback.extract_stack()), Hook.of(tensor, hook))
         return register(tensor, hook)
 
+    def enter(hook: BackwardHook, args: Any) -> Any:
+        entered[hook] = args
+        return set_up[0](hook, args)
+
+    def leave(hook: BackwardHook, results: Any) -> Any:
+        given, made = entered.pop(hook, ()), results if isinstance(results, tuple) else (results,)
+        path = paths.get(hook.module, "")
+        for user, early in [(user, False) for user in hook.user_hooks] + [(user, True) for user in hook.user_pre_hooks]:
+            own.on_modules.setdefault((path, user), ModuleHook.of(user, hook.module, early, given, made))
+        return set_up[1](hook, results)
+
     # Where Function.apply ends, also one that the model's code looked up before, as in `swish = Swish.apply`.
     setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010
     setattr(torch.Tensor, "register_hook", register_hook)  # noqa: B010
+    setattr(BackwardHook, "setup_input_hook", enter)  # noqa: B010
+    setattr(BackwardHook, "setup_output_hook", leave)  # noqa: B010
     try:
         yield own
     finally:
@@ -117,6 +138,8 @@ def own_backwards(model: nn.Module, scaled: frozenset[Place]) -> Iterator[OwnBac
         if before is not None:
             setattr(_SingleLevelFunction, "apply", before)  # noqa: B010
         setattr(torch.Tensor, "register_hook", register)  # noqa: B010
+        setattr(BackwardHook, "setup_input_hook", set_up[0])  # noqa: B010
+        setattr(BackwardHook, "setup_output_hook", set_up[1])  # noqa: B010
 
 
 def _name(hook: Any) -> str:
@@ -156,6 +179,15 @@ def _on_change(name: str, place: str) -> str:
     return (
         f"the hook ({name}) that {place} registers on a tensor changes its gradient, and a program does not call it: "
         "the model would train otherwise than on one device. Write what it does with tensor ops: "
+        "s * x + (x - s * x).detach() for a gradient times s"
+    )
+
+
+def _on_module_change(name: str, path: str, early: bool) -> str:
+    of = "what a module made" if early else "what a module is given"
+    return (
+        f"the hook ({name}) on gradients of module {path or '(root)'} changes them, and a program does not call it: "
+        f"the model would train otherwise than on one device. Write what it does with tensor ops in forward, on {of}: "
         "s * x + (x - s * x).detach() for a gradient times s"
     )
 

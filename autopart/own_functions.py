@@ -15,7 +15,7 @@ from enum import StrEnum, auto
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _MOST_NUMBERS = 2**22
 _SMALL = 16
@@ -144,6 +144,43 @@ class Hook:
             return False
         made = given if found is None else found
         return not (isinstance(made, Tensor) and made.shape == gradient.shape and torch.equal(made, gradient))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleHook:
+    """On the gradients of a module. before: given those of its outputs alone. inputs, outputs: None for no tensor."""
+
+    called: Any
+    module: nn.Module
+    before: bool
+    inputs: tuple[_Like | None, ...]
+    outputs: tuple[_Like | None, ...]
+
+    @staticmethod
+    def of(called: Any, module: nn.Module, before: bool, inputs: Sequence[Any], outputs: Sequence[Any]) -> ModuleHook:
+        """inputs, outputs: of the module, in a tuple each."""
+        given, made = (
+            tuple(_Like.of(item) if isinstance(item, Tensor) else None for item in items) for items in (inputs, outputs)
+        )
+        return ModuleHook(called, module, before, given, made)
+
+    def changes(self) -> bool:
+        """Whether it surely gives other gradients than the drawn ones that it is given."""
+        likes = _small([*self.inputs, *self.outputs])
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                drawn = [like.drawn().detach() if like is not None and like.trained else None for like in likes]
+                into, out = tuple(drawn[: len(self.inputs)]), tuple(drawn[len(self.inputs) :])
+                given = out if self.before else into
+                known = [None if item is None else item.clone() for item in given]
+                found = self.called(self.module, out) if self.before else self.called(self.module, into, out)
+        except Exception:  # what it is for is not to be had here
+            return False
+        made = given if found is None else found if isinstance(found, tuple) else (found,)
+        return len(made) == len(known) and not all(
+            old is None or (isinstance(new, Tensor) and new.shape == old.shape and torch.equal(new, old))
+            for new, old in zip(made, known, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,36 @@ def test_a_hook_that_changes_a_gradient_is_refused(hook: Callable[[Tensor], Tens
     assert "a tensor in forward has a hook on its gradients" in note
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.last(self.first(x)).mean())
+
+
+def test_a_hook_that_changes_gradients_of_a_module_is_refused() -> None:
+    inputs = (torch.randn(4, 4),)
+    looked = Two()
+    same: Any = lambda module, into, out: (into[0] * 1.0,)  # noqa: E731
+    looked.last.register_full_backward_hook(same)
+    looked.last.register_full_backward_pre_hook(lambda module, out: None)
+    (note,) = capture(looked, inputs, check_eval=False).notes
+    assert "module last has a hook on its gradients" in note
+    changes: list[Any] = [lambda module, into, out: (into[0] / 2,), lambda module, into, out: into[0].mul_(2)]
+    for change in changes:
+        changed = Two()
+        changed.last.register_full_backward_hook(change)
+        with pytest.raises(CaptureError, match=r"on gradients of module last changes them.* on what a module is given"):
+            capture(changed, inputs, check_eval=False)
+    changed = Two()
+    clipped: Any = lambda module, out: (out[0].clamp(-0.1, 0.1),)  # noqa: E731
+    changed.first.register_full_backward_pre_hook(clipped)
+    with pytest.raises(CaptureError, match=r"on gradients of module first changes them.* on what a module made"):
+        capture(changed, inputs, check_eval=False)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_is_checkpointed_has_gradients(reentrant: bool) -> None:
     """A reentrant one runs its function in a Function without gradients."""

@@ -183,6 +183,6 @@ def test_computing_with_other_tensors_is_refused(planned: bool, held: bool) -> N
     if planned:
         parallel(*batch(0))
     model = Holding(parallel) if held else parallel
-    given = {name: nn.Parameter(2 * value.detach()) for name, value in model.named_parameters()}
+    given: dict[str, Tensor] = {name: nn.Parameter(2 * value.detach()) for name, value in model.named_parameters()}
     with pytest.raises(PlanError, match="functional_call computes a model with other tensors"):
         functional_call(model, given, batch(0))
