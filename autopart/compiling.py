@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,17 @@ class _Whole:
     trained: bool
 
 
+def _dividing(samples: int, limits: Mapping[str, Any]) -> int:
+    """The next number of samples that divides by what is asked for.
+
+    For a first batch that does not train, such as a validation set or a single sample: what training gets is another.
+    """
+    if limits.get("meshes") == "unlike":
+        return samples
+    parts = math.prod(n for n in (limits.get("dp"), limits.get("microbatches")) if isinstance(n, int) and n > 1)
+    return math.ceil(samples / parts) * parts
+
+
 class Compiler:
     """Makes the files of a model's programs. settings: the arguments of ``parallelize`` by name."""
 
@@ -87,6 +99,8 @@ class Compiler:
                     )
                 limits["batch"] = program.batch * limits["dp"]
                 limits["meshes"] = "equal"  # each replica's own part goes through all stages
+            elif not (self._model.training and torch.is_grad_enabled()):
+                limits.setdefault("batch", _dividing(program.batch, limits))
             cluster = _cluster(settings["cluster"])
             plan = advised_plan(cluster, analysis, **limits)
         else:

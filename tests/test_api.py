@@ -313,6 +313,31 @@ def test_a_batch_that_does_not_divide() -> None:
         launch(call_with, 2, {"dp": 2}, 7)
 
 
+def evaluated_first(parallel: bool, samples: int) -> list[float]:
+    """Losses of a first batch that is evaluated, and of batches that are trained on after that."""
+    model: nn.Module = build()
+    if parallel:
+        model = autopart.parallelize(model, verbose=False, dp=2, microbatches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        losses = [model.eval()(**batch(samples))["loss"].item()]
+    model.train()
+    for size in (8, 8, 7):
+        loss = model(**batch(size))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("samples", [1, 7])
+def test_a_first_batch_that_is_only_evaluated_need_not_divide(samples: int) -> None:
+    expected = evaluated_first(False, samples)
+    for losses in launch(evaluated_first, 2, True, samples):
+        assert losses == pytest.approx(expected, rel=0, abs=1e-9)
+
+
 def test_a_cluster_of_another_size() -> None:
     with pytest.raises(ClusterError, match="4 devices, but this job has 1"):
         call_with({"cluster": "cpu:4"})
