@@ -20,6 +20,7 @@ from autopart.passes.autocast import Autocast
 from autopart.passes.graph import prune
 from autopart.passes.normalize import Normalized, normalize
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo, mark_differentiable
+from autopart.passes.sizes import extent
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.input_gradients import requiring
 
@@ -265,6 +266,9 @@ def _outputs(flat: FlatModel, nodes: list[fx.Node]) -> tuple[list[OutputInfo], s
 
 
 def _untouched(path: str, leaf: Any) -> OutputInfo:
+    size = extent(leaf) if isinstance(leaf, torch.SymInt) else None
+    if size is not None and size.batched:
+        return OutputInfo(path, None, per_sample=size.coefficient)
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}" if plain(leaf) is None else ""
     return OutputInfo(path, None, plain(leaf), kind=kind)
 

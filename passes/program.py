@@ -45,7 +45,7 @@ class OutputInfo:
     """A leaf of what the model returns; ``constant`` when it is not a tensor.
 
     differentiable: whether the model's own has a gradient, which is a loss's alone where there is one. kind: the class
-    of an object, of which nothing is kept.
+    of an object, of which nothing is kept. per_sample: of a number that goes with the batch, such as a count of tokens.
     """
 
     name: str
@@ -53,6 +53,7 @@ class OutputInfo:
     constant: Any = None
     differentiable: bool = False
     kind: str = ""
+    per_sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)

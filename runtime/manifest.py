@@ -111,7 +111,7 @@ class OutputSpec:
     combine: how the pieces of microbatches and data-parallel replicas make the whole: "sum", "cat" (along batch_dim,
     within each of so many blocks of it), "same" (equal everywhere), "constant". placements: how it lies on the stage's
     tensor axes; put together only when it is returned. differentiable: whether the model's own has a gradient. kind: of
-    a constant that is an object, its class; it is not returned.
+    a constant that is an object, its class; it is not returned. per_sample: of a number that goes with the batch.
     """
 
     name: str
@@ -125,6 +125,7 @@ class OutputSpec:
     placements: tuple[str, ...] = ()
     differentiable: bool = False
     kind: str = ""
+    per_sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)

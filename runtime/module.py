@@ -258,7 +258,7 @@ class ParallelModule(HeldStages):
         if self.returned == "all":
             others = [spec for spec in wanted if spec.name != loss_name]
             values.update(refused(others, values, loss_name))
-            values.update(_constants(variant))
+            values.update(_constants(variant, division.batch))
         else:
             self.none_for = self._left_out.tell(variant.outputs, loss_name)
         return rebuild(variant.manifest.output_structure, values)
@@ -331,7 +331,7 @@ class ParallelModule(HeldStages):
         values = self._collected(variant.outputs, run, division)
         differentiable = [spec for spec in variant.outputs if spec.differentiable]
         if not differentiable:
-            return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
+            return rebuild(variant.manifest.output_structure, {**values, **_constants(variant, division.batch)})
 
         def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             check_weights()
@@ -352,7 +352,7 @@ class ParallelModule(HeldStages):
         reached = [*parameters, *feed.gradients.given]
         attached = run_later([values[s.name] for s in differentiable], backward, reached, self._parameters_elsewhere())
         values.update({spec.name: value for spec, value in zip(differentiable, attached, strict=True)})
-        return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
+        return rebuild(variant.manifest.output_structure, {**values, **_constants(variant, division.batch)})
 
     def _evaluate(self, variant: Variant, feed: Feed, division: Division) -> Any:
         if not self.training and variant.manifest.eval_flaw:
@@ -369,7 +369,7 @@ class ParallelModule(HeldStages):
         values = self._collected(variant.outputs, run, division)
         if torch.is_grad_enabled() and self._learns(feed):
             values.update(refused(variant.outputs, values))
-        return rebuild(variant.manifest.output_structure, {**values, **_constants(variant)})
+        return rebuild(variant.manifest.output_structure, {**values, **_constants(variant, division.batch)})
 
     def _collected(self, specs: Sequence[OutputSpec], run: Run, division: Division) -> dict[str, Any]:
         """The outputs of the whole batch by name. All ranks call it for the same ones."""
@@ -482,9 +482,9 @@ class ParallelModule(HeldStages):
         return clip_gradients(self.manifest, self.mesh, self._parameters_in_order, max_norm, norm_type)
 
 
-def _constants(variant: Variant) -> dict[str, Any]:
+def _constants(variant: Variant, batch: int) -> dict[str, Any]:
     return {
-        spec.name: NotReturned(spec.name, spec.kind) if spec.kind else spec.constant
+        spec.name: NotReturned(spec.name, spec.kind) if spec.kind else spec.per_sample * batch or spec.constant
         for spec in variant.manifest.outputs
         if spec.combine == "constant"
     }

@@ -338,6 +338,23 @@ def test_a_first_batch_that_is_only_evaluated_need_not_divide(samples: int) -> N
         assert losses == pytest.approx(expected, rel=0, abs=1e-9)
 
 
+class Counting(Regression):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        return super().forward(x, y) | {"rows": len(x), "numbers": x.numel(), "width": x.shape[1]}
+
+
+def counted(batch_mode: Any) -> list[list[int]]:
+    model = autopart.parallelize(Counting().double(), verbose=False, dp=2, outputs="all", batch=batch_mode)
+    calls = [model(**batch(samples)) for samples in (8, 6)] + [model.eval()(**batch(4))]
+    return [[found[name] for name in ("rows", "numbers", "width")] for found in calls]
+
+
+@pytest.mark.parametrize(("mode", "times"), [("global", 1), ("local", 2)])
+def test_numbers_that_go_with_the_batch_are_returned(mode: str, times: int) -> None:
+    for found in launch(counted, 2, mode):
+        assert found == [[samples * times, samples * times * 6, 6] for samples in (8, 6, 4)]
+
+
 def test_a_cluster_of_another_size() -> None:
     with pytest.raises(ClusterError, match="4 devices, but this job has 1"):
         call_with({"cluster": "cpu:4"})
