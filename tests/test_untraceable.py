@@ -70,6 +70,23 @@ def test_lazy_modules_need_a_first_call() -> None:
     assert not capture(model, (x,), check_eval=False).notes
 
 
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (lambda: torch.eye(4).to_sparse(), r"'input' is a sparse tensor.*indices and values"),
+        (lambda: torch.eye(4).to_sparse_csr(), r"'input' is a sparse tensor"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
+            r"'input' is a nested tensor.*to_padded_tensor",
+        ),
+        (lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)]), r"'input' is a nested tensor"),
+    ],
+)
+def test_inputs_that_are_no_arrays_are_refused(made: Callable[[], Tensor], match: str) -> None:
+    with pytest.raises(CaptureError, match=match):
+        capture(nn.Linear(4, 4), (made(),), check_eval=False)
+
+
 def test_distributions_are_traced_without_their_checks() -> None:
     def take(linear: nn.Module, x: Tensor) -> Tensor:
         mixture = torch.distributions.Categorical(logits=linear(x))
