@@ -37,6 +37,9 @@ MOST_UNLIKE = 16
 UNBALANCED = 1.2
 """Seconds of the slowest stage over the mean of all, from which unlike meshes are searched where they promise less."""
 
+ALIKE_TRIES = 8.0
+"""As how many evaluations one of unlike meshes counts where devices are alike, and equal meshes seldom much slower."""
+
 AnyAnswer = Answer | UnlikeAnswer
 
 
@@ -147,9 +150,18 @@ class PlanSpace(Space[Config, AnyAnswer]):
             found += several_axes(self.candidates, self._equal, cast(Any, best), self._taken)
             known = {replace(config, recompute="auto") for config in found}
             found += (config for config in self._repeated(best) if replace(config, recompute="auto") not in known)
-        if not self.first or unlike_can_win(self.candidates.cluster, best, self._evened):
-            found += self._unlike_configs()
-        return found
+        return found + ([] if self._alike_devices else self._unlike_if_they_can_win(best))
+
+    def slowest(self, best: Evaluation[AnyAnswer] | None) -> list[Config]:
+        return self._unlike_if_they_can_win(best) if self._alike_devices else []
+
+    @property
+    def _alike_devices(self) -> bool:
+        return len(set(self.candidates.cluster.nodes)) == 1
+
+    def _unlike_if_they_can_win(self, best: Evaluation[AnyAnswer] | None) -> list[Config]:
+        can_win = not self.first or unlike_can_win(self.candidates.cluster, best, self._evened)
+        return [*self._unlike_configs()] if can_win else []
 
     def _repeated(self, best: Evaluation[AnyAnswer] | None) -> tuple[Degrees, ...]:
         if best is None or self.limits.meshes == "unlike" or most_ranks(self.candidates.cluster, self.limits) is None:
@@ -194,7 +206,9 @@ class PlanSpace(Space[Config, AnyAnswer]):
         return 0.0 if cheap else WORTH
 
     def tries(self, config: Config) -> float:
-        return 1.0 if isinstance(config, Degrees) else self.unlike.tries(config)
+        if isinstance(config, Degrees):
+            return 1.0
+        return self.unlike.tries(config) * (ALIKE_TRIES if self._alike_devices and self.first else 1.0)
 
     # -- answers --------------------------------------------------------------------------------------------------
 
@@ -243,8 +257,8 @@ class PlanSpace(Space[Config, AnyAnswer]):
                 yield other, settled
 
     def _bounds_when_deeper(self, below: float) -> dict[Config, float]:
-        """Of a few devices' unlike meshes under the deepest warm-up, where that may take less than the least one."""
-        if self.candidates.cluster.device_count > MOST_UNLIKE:
+        """Of a few unlike devices' meshes under the deepest warm-up, where that may take less than the least one."""
+        if self.candidates.cluster.device_count > MOST_UNLIKE or self._alike_devices:
             return {}
         found: dict[Config, float] = {}
         for config in self._others or ():

@@ -33,7 +33,7 @@ from autopart.solver.search_space import Evaluation, NotBetter
 from autopart.solver.stages_problem import StageProblem, Way
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
 from autopart.unlike_answer import UnlikeAnswer
-from autopart.unlike_ends import with_ends
+from autopart.unlike_ends import stages_of, with_ends
 from autopart.unlike_floors import UnlikeFloors
 from autopart.unlike_virtual import VirtualMeshes
 
@@ -189,26 +189,36 @@ class UnlikeCandidates(UnlikeFloors):
         """The best of this and of divisions whose first and last stage sum tied gradients in less, where that is much
         and may take less than ``below``: the stage solver prices these sums as if all meshes took as long.
         """
-        config, problem, priced, (_, size) = answer.config, answer.problem, answer.priced, self._tied
+        config, problem, priced, (blocks, size) = answer.config, answer.problem, answer.priced, self._tied
         if config.pp == 1 or not size:
             return answer
-        ends = self._sums_of_homes(problem, [item.mesh for item in priced], size, (0, config.pp - 1))
+        homes = 0, config.pp - 1
+        ends = self._sums_of_homes(problem, [item.mesh for item in priced], size, homes)
+        # where several blocks read a parameter, no stage between the two has one
+        readers = [stages for stages in stages_of(problem, blocks) if set(stages) == set(homes)]
         seconds, taken = self.step_seconds(answer), self.tied_seconds(answer)
         firsts = dict.fromkeys(first for first, _ in sorted(ends, key=ends.__getitem__))
         for first in itertools.islice(firsts, _MOST_FIRST):
-            most = taken - _MUCH_LESS * seconds
-            pairs = {pair: sums for pair, sums in ends.items() if pair[0] == first and sums < most}
-            if not pairs or seconds - (taken - min(pairs.values())) >= min(below, seconds):
-                continue
-            other = self._with_ends(answer, pairs)
-            if other is not None and self.step_seconds(other) < seconds:
-                answer, seconds, taken = other, self.step_seconds(other), self.tied_seconds(other)
+            for stages in readers:
+                most = taken - _MUCH_LESS * seconds
+                pairs = {pair: sums for pair, sums in ends.items() if pair[0] == first and sums < most}
+                if not pairs or seconds - (taken - min(pairs.values())) >= min(below, seconds):
+                    continue
+                other = self._with_ends(answer, pairs, tuple(zip(blocks, stages, strict=True)))
+                if other is not None and self.step_seconds(other) < seconds:
+                    answer, seconds, taken = other, self.step_seconds(other), self.tied_seconds(other)
         return answer
 
-    def _with_ends(self, answer: UnlikeAnswer, pairs: Collection[tuple[int, ...]]) -> UnlikeAnswer | None:
-        """The best with slots for the first and the last stage that some of these pairs have; None where none fits."""
+    def _with_ends(
+        self, answer: UnlikeAnswer, pairs: Collection[tuple[int, ...]], readers: tuple[tuple[int, int], ...]
+    ) -> UnlikeAnswer | None:
+        """The best with slots for the first and the last stage that some of these pairs have; None where none fits.
+
+        readers: blocks and the stages that these are in.
+        """
         problem, (firsts, lasts) = answer.problem, zip(*pairs, strict=True)
         fewer, kept = with_ends(problem, firsts, lasts)
+        fewer = replace(fewer, pins=tuple({*fewer.pins, *readers}))
 
         def whole(way: Way) -> UnlikeAnswer:
             steps = (replace(step, slot=kept[step.slot]) for step in way)

@@ -50,22 +50,27 @@ def with_ends(
 
 
 def stages_of(problem: StageProblem, blocks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The stages that these blocks may be in, each before those that depend on it.
+    """The stages that these blocks may be in, so far as there are positions between stages to cut at.
 
-    A block with n others that it depends on has stages behind it for the rest of the blocks at most, and before it for
-    those at most that do not depend on it.
+    Behind each stage there has to be one with those of these blocks that stages have until then, and with more blocks
+    in all than the one before.
     """
     last, count = problem.stages - 1, len(problem.blocks)
-    allowed = []
-    for block in blocks:
-        before = [inside.bit_count() for inside in problem.positions if not inside >> block & 1]
-        until = [inside.bit_count() for inside in problem.positions if inside >> block & 1]
-        allowed.append(range(max(0, last - (count - min(until))), min(last, max(before)) + 1))
-    follows = [
-        (one, other)
-        for one, other in itertools.permutations(range(len(blocks)), 2)
-        if all(inside >> blocks[one] & 1 for inside in problem.positions if inside >> blocks[other] & 1)
-    ]
-    for stages in itertools.product(*allowed):
-        if all(stages[one] <= stages[other] for one, other in follows):
-            yield stages
+    marks = [1 << block for block in blocks]
+    sizes: dict[int, set[int]] = {}  # of the positions, by which of the blocks these have
+    for inside in problem.positions:
+        sizes.setdefault(inside & sum(marks), set()).add(inside.bit_count())
+
+    def ways(stage: int, before: int, size: int) -> Iterator[dict[int, int]]:
+        """By mark, from this stage on, before which there are so many blocks, with these marks."""
+        if stage == last:
+            yield {mark: last for mark in marks if not mark & before}
+            return
+        for until, found in sizes.items():
+            larger = [other for other in found if size < other <= count - last + stage]
+            if larger and not before & ~until:
+                own = {mark: stage for mark in marks if mark & until & ~before}
+                yield from ({**own, **rest} for rest in ways(stage + 1, until, min(larger)))
+
+    for stages in ways(0, 0, 0):
+        yield tuple(stages[mark] for mark in marks)

@@ -292,6 +292,38 @@ def test_refined_bounds_say_what_is_evaluated_next() -> None:
     assert [count for count, _ in refined[5:]] == [5]
 
 
+def test_what_takes_the_longest_to_search_comes_last_and_is_bounded_as_far_as_it_is_tried() -> None:
+    """It is asked for once all else is known, and counts as several; behind those that are tried none is bounded."""
+    bests: list[float] = []
+    evaluated: list[int] = []
+    refined: list[int] = []
+
+    def evaluate(config: Degrees, below: float) -> Evaluation[None]:
+        evaluated.append(config.microbatches)
+        return Evaluation(None, 10.0 - config.microbatches, 0.0)
+
+    def refine(config: Degrees, below: float) -> float:
+        refined.append(config.microbatches)
+        return config.microbatches / 100
+
+    def slowest(best: Evaluation[None] | None) -> list[Degrees]:
+        assert best is not None
+        bests.append(best.objective)
+        return configs(20)[2:]
+
+    result = searched(
+        configs(2),
+        evaluate,
+        lambda config: 0.0,
+        refine=refine,
+        slowest=slowest,
+        most=3,
+        tries=lambda config: 2.0 if config.microbatches > 2 else 1.0,
+    )
+    assert bests == [8.0] and evaluated == [1, 2, 3, 4] and result.objective == 6.0
+    assert max(refined) < 4 + AHEAD < len(result.considered)
+
+
 def test_what_is_ruled_out_is_not_evaluated() -> None:
     """It is asked of those that come next, once something fits, and what it says is a bound."""
     asked: list[tuple[int, float]] = []

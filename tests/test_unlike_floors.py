@@ -162,6 +162,17 @@ def test_stages_that_blocks_may_be_in() -> None:
     assert list(stages_of(problem, (0, 3))) == [(0, 2)]
 
 
+def test_of_a_row_of_blocks_exactly_the_possible_stages_are_found() -> None:
+    """Also where two blocks, of which none is the first, leave no stage for what is before them."""
+    free, positions = row_of_slots(), (0b0, 0b1, 0b11, 0b111, 0b1111)
+    problem = replace(free, shapes=(replace(free.shapes[0], cuts=((Cut(),) * 5,)),), positions=positions)
+    for blocks in ((1, 2), (2, 1), (0, 3), (1, 3), (0, 1, 2), (3, 1, 0)):
+        divisions = ((*cuts, 4) for cuts in itertools.combinations(range(1, 4), 2))
+        wanted = {tuple(sum(block >= stop for stop in stops) for block in blocks) for stops in divisions}
+        found = list(stages_of(problem, blocks))
+        assert len(found) == len(wanted) and set(found) == wanted
+
+
 class FrozenEnds(nn.Module):
     """An embedding that nothing trains, read where the model begins and where it ends."""
 

@@ -63,7 +63,7 @@ def search(
     """
     run = _Search(space, effort, below)
     run.go_over(candidates)
-    for further in (space.wider, space.more):
+    for further in (space.wider, space.more, space.slowest):
         run.go_over(further(None if run.best is None else run.best[1]))
     if not run.seen:
         raise PlanError("no configuration to search; allow more degrees of parallelism or schedules")
@@ -149,11 +149,12 @@ class _Search(Generic[Candidate, Answer]):
             if not ahead:
                 break
             next_ = min(ahead, key=lambda item: item.key)
-            if self._refined(next_, ahead):
+            config, enough = next_.config, self.effort.most is not None and tried >= self.effort.most
+            # bounds of what takes long to search do so too
+            if not (enough and self.space.tries(config) > 1) and self._refined(next_, ahead):
                 continue
             ahead.remove(next_)
-            config, floor = next_.config, next_.floor
-            enough = self.effort.most is not None and tried >= self.effort.most
+            floor = next_.floor
             if (best_seconds := self.most_seconds()) < math.inf:  # something fits
                 if floor >= self.limit(config) or enough:
                     self.seen.append(Seen(config, floor))

@@ -94,6 +94,10 @@ class Space(abc.ABC, Generic[Candidate, Answer]):
         """Further candidates, asked for with the best evaluation of those before."""
         return ()
 
+    def slowest(self, best: Evaluation[Answer] | None) -> Iterable[Candidate]:
+        """Those that take the longest to search for what they promise, asked for with the best of all others."""
+        return ()
+
     def settle(self, evaluation: Evaluation[Answer]) -> Evaluation[Answer]:
         """The same answer, or a better one of its candidate, with seconds that were not known while evaluating it."""
         return evaluation

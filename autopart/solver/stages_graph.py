@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from autopart.solver.stages_runs import Array, Bits, Runs
 
 # stage, shape, capacity, link at the start, link at the end
 _Key = tuple[int, int, float, int, int]
+_Item = TypeVar("_Item")
 _ROUNDING = 1e-9
 _ODD = np.int64(0x1E3779B97F4A7C15)  # mixes bits
 
@@ -92,7 +94,8 @@ class StageGraph:
         crossing = np.array([[[cut.seconds for cut in cuts] for cuts in s.cuts] for s in problem.shapes])
         member, runs = all_runs(problem.positions, len(problem.blocks))
         runs = fast_enough(problem, member, runs, most_seconds)
-        shapes = [RunCosts.of(shape, member, runs, late) for shape in problem.shapes]
+        cost = _known_costs if most_seconds == math.inf else _costs
+        shapes = [cost(_Same(shape), _Same(member), _Same(runs), late) for shape in problem.shapes]
         allowed = [_allowed(problem, stage, member, runs) for stage in range(problem.stages)]
         shape_ = (len(keys), len(runs))
         made = {name: np.empty(shape_) for name in ("seconds", "busy", "step_end", "once", "excess", "room")}
@@ -341,6 +344,29 @@ class RunCosts:
         # where a bound says that nothing fits it was too strict by rounding
         seconds[weighed] = np.where(np.isfinite(relaxed)[kind], np.maximum(relaxed[kind], least), least)
         return seconds, excess, np.isclose(seconds, self.fastest, rtol=1e-12, atol=0.0)
+
+
+class _Same(Generic[_Item]):
+    """Equal to what holds the very same object, however large that is."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: _Item) -> None:
+        self.item = item
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.item is other.item
+
+    def __hash__(self) -> int:
+        return id(self.item)
+
+
+def _costs(shape: _Same[Shape], member: _Same[Bits], runs: _Same[Runs], late: bool) -> RunCosts:
+    return RunCosts.of(shape.item, member.item, runs.item, late)
+
+
+# bounds of unlike meshes solve a problem of the same shapes once for each stages that blocks are pinned to
+_known_costs = functools.lru_cache(maxsize=32)(_costs)
 
 
 def _alike_runs(marks: NDArray[np.int64], room: Array, wanted: Bits) -> tuple[Bits, NDArray[np.intp]]:
