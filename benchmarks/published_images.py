@@ -27,6 +27,7 @@ from autopart.models import load_model
 from autopart.planner import make_plan
 from autopart.tracing import capture
 from autopart.what_if import Change
+from pre_norm import Block
 
 TABLE = "timm_images"
 CLASSES = 1000
@@ -61,19 +62,6 @@ class Attention(nn.Module):
         return self.out((scores @ value).transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        return x + self.mlp(x)
-
-
 class ViT(nn.Module):
     """Images [batch, 3, image, image] and labels to the mean cross entropy."""
 
@@ -82,7 +70,7 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.first = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.zeros(1, (image // patch) ** 2 + 1, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, Attention(width, heads)) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:

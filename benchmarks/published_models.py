@@ -28,6 +28,7 @@ from autopart.models import load_model
 from autopart.planner import make_plan
 from autopart.tracing import capture
 from autopart.what_if import Change
+from pre_norm import Block
 
 SIZES = {
     "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
@@ -74,19 +75,6 @@ class Attention(nn.Module):
         return self.out(found.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        return x + self.mlp(x)
-
-
 class Model(nn.Module):
     """Tokens and labels [batch, sequence] to the mean cross entropy, in float32 as autocast computes it; the head is
     tied to the embedding.
@@ -95,7 +83,7 @@ class Model(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, sequence: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(sequence, width)
-        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, Attention(width, heads)) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
 
