@@ -36,7 +36,6 @@ MOST_UNLIKE = 16
 """Alike devices up to which unlike meshes are searched, where equal ones can be."""
 UNBALANCED = 1.2
 """Seconds of the slowest stage over the mean of all, from which unlike meshes are searched where they promise less."""
-
 ALIKE_TRIES = 8.0
 """As how many evaluations one of unlike meshes counts where devices are alike, and equal meshes seldom much slower."""
 

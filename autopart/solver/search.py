@@ -63,8 +63,9 @@ def search(
     """
     run = _Search(space, effort, below)
     run.go_over(candidates)
-    for further in (space.wider, space.more, space.slowest):
-        run.go_over(further(None if run.best is None else run.best[1]))
+    for further in (space.wider, space.more):
+        run.go_over(further(run.best_evaluation))
+    run.go_over(space.slowest(run.best_evaluation), refine_all=False)
     if not run.seen:
         raise PlanError("no configuration to search; allow more degrees of parallelism or schedules")
     if run.best is None:
@@ -109,6 +110,10 @@ class _Search(Generic[Candidate, Answer]):
     best: tuple[Candidate, Evaluation[Answer]] | None = None
     seen: list[Seen[Candidate, Answer]] = field(default_factory=list)
 
+    @property
+    def best_evaluation(self) -> Evaluation[Answer] | None:
+        return None if self.best is None else self.best[1]
+
     def possible(self) -> list[Seen[Candidate, Answer]]:
         """Candidates that are not known to have no solution."""
         return [item for item in self.seen if not item.infeasible]
@@ -131,8 +136,11 @@ class _Search(Generic[Candidate, Answer]):
 
     # -- the first pass -------------------------------------------------------------------------------------------
 
-    def go_over(self, configs: Iterable[Candidate]) -> None:
-        """Evaluates those that may be faster than the best, the most promising first."""
+    def go_over(self, configs: Iterable[Candidate], refine_all: bool = True) -> None:
+        """Evaluates those that may be faster than the best, the most promising first.
+
+        refine_all: also bounds of those that ``effort.most`` leaves untried.
+        """
         ranked = []
         for at, config in enumerate(configs):
             floor = self.space.lower_bound(config)
@@ -150,8 +158,7 @@ class _Search(Generic[Candidate, Answer]):
                 break
             next_ = min(ahead, key=lambda item: item.key)
             config, enough = next_.config, self.effort.most is not None and tried >= self.effort.most
-            # bounds of what takes long to search do so too
-            if not (enough and self.space.tries(config) > 1) and self._refined(next_, ahead):
+            if (refine_all or not enough) and self._refined(next_, ahead):
                 continue
             ahead.remove(next_)
             floor = next_.floor

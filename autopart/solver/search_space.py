@@ -95,7 +95,10 @@ class Space(abc.ABC, Generic[Candidate, Answer]):
         return ()
 
     def slowest(self, best: Evaluation[Answer] | None) -> Iterable[Candidate]:
-        """Those that take the longest to search for what they promise, asked for with the best of all others."""
+        """Those that take the longest to search for what they promise, asked for with the best of all others.
+
+        Of those that are left untried bounds are not refined, which takes as long.
+        """
         return ()
 
     def settle(self, evaluation: Evaluation[Answer]) -> Evaluation[Answer]:
