@@ -29,7 +29,7 @@ from autopart.runtime.errors import AutopartError, InputError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
-from autopart.sizeless import refuse_sizeless
+from autopart.sizeless import refuse_lazy_modules
 from autopart.spread import on_first_rank, start_alike, write_on_hosts
 from autopart.watched_attributes import Watched
 from autopart.watched_parts import SetBuffers, WatchedParts
@@ -164,7 +164,7 @@ def parallelize(
             f"parallelize takes the model itself, not one that is wrapped ({type(model).__name__}): "
             f"give it model.{inner}"
         )
-    refuse_sizeless(model)
+    refuse_lazy_modules(model)
     check_modes(batch, outputs)
     check_named(limits)
     if variants < 1:

@@ -245,7 +245,7 @@ def _symbol(
 def _outputs(flat: FlatModel, nodes: list[fx.Node]) -> tuple[list[OutputInfo], str | None]:
     remaining = iter(nodes)
     outputs = [
-        _output(path, next(remaining)) if isinstance(leaf, torch.Tensor) else _untouched(path, leaf)
+        _output(path, next(remaining)) if isinstance(leaf, torch.Tensor) else _plain_output(path, leaf)
         for path, leaf in flat.returned.leaves.items()
     ]
     scalars = [
@@ -265,7 +265,8 @@ def _outputs(flat: FlatModel, nodes: list[fx.Node]) -> tuple[list[OutputInfo], s
     return outputs, None
 
 
-def _untouched(path: str, leaf: Any) -> OutputInfo:
+def _plain_output(path: str, leaf: Any) -> OutputInfo:
+    """Of a leaf that is no tensor."""
     size = extent(leaf) if isinstance(leaf, torch.SymInt) else None
     if size is not None and size.batched:
         return OutputInfo(path, None, per_sample=size.coefficient)

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from autopart.runtime.errors import CaptureError
 
 
-def refuse_sizeless(model: nn.Module) -> None:
-    """Raises CaptureError naming the first of them: nothing can be planned, and no optimizer be made, without sizes."""
+def refuse_lazy_modules(model: nn.Module) -> None:
+    """Raises CaptureError naming the first lazy parameter or buffer: without sizes nothing can be planned."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise CaptureError(
@@ -26,7 +26,7 @@ def refuse_sizeless(model: nn.Module) -> None:
             )
 
 
-def refuse_no_arrays(inputs: Mapping[str, Any]) -> None:
+def refuse_sparse_and_nested(inputs: Mapping[str, Any]) -> None:
     """Raises CaptureError naming the first that is nested or sparse. inputs: by path."""
     for path, value in inputs.items():
         if not isinstance(value, Tensor) or (value.layout == torch.strided and not value.is_nested):

@@ -39,7 +39,7 @@ from autopart.passes.program import Evaluation, Program, mode_free_digests, mode
 from autopart.repeated_layers import export_with_copies
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.structure import flatten
-from autopart.sizeless import refuse_no_arrays, refuse_sizeless
+from autopart.sizeless import refuse_lazy_modules, refuse_sparse_and_nested
 from autopart.symbolic_lengths import symbolic_lengths
 
 
@@ -90,11 +90,11 @@ def capture(
             f"the module {scripted[0] or '(root)'} is compiled by torch.jit, whose code cannot be traced; give the "
             "module that it was compiled from"
         )
-    refuse_sizeless(model)
+    refuse_lazy_modules(model)
     check_apart(model)
     bound = {**bind(model.forward, args, kwargs), **targets}
     named, structure = flatten(bound)
-    refuse_no_arrays(named)
+    refuse_sparse_and_nested(named)
     dims = batch_dims_of(named, batch_dims or {})
     named, batch = examples(named, dims)
     flat = FlatModel(model, loss_fn, structure, named)

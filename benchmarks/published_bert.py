@@ -13,7 +13,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from tabulate import tabulate
 
 import published_rows
 from autopart.analysis import Analysis, analyze
@@ -66,17 +65,7 @@ def priced(row: dict[str, str]) -> Priced:
 
 
 def report(rows: list[Priced]) -> None:
-    cells = [
-        (
-            *(row.dtype, row.gpus, row.samples),
-            *(f"{1e3 * row.measured_s:.1f}", f"{1e3 * row.predicted_s:.1f}", f"{published_rows.error(row):+.1%}"),
-        )
-        for row in rows
-    ]
-    headers = ("dtype", "GPUs", "samples", "measured ms", "predicted ms", "error")
-    print(tabulate(cells, headers=headers, disable_numparse=True))
-    off, middle, correlation = published_rows.summary(rows)
-    print(f"\nmean |error| {off}, median {middle}, rank correlation {correlation}")
+    published_rows.table_of_steps(rows, ("dtype", "gpus", "samples"))
 
 
 def main() -> None:

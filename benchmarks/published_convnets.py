@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -114,22 +113,7 @@ def priced(row: dict[str, str]) -> Priced:
 
 
 def report(rows: list[Priced]) -> None:
-    print(
-        tabulate(
-            [
-                (
-                    *(row.device, row.model, row.dtype, row.batch),
-                    *(f"{1e3 * row.measured_s:.1f}", f"{1e3 * row.predicted_s:.1f}"),
-                    f"{published_rows.error(row):+.1%}",
-                )
-                for row in rows
-            ],
-            headers=("device", "model", "dtype", "batch", "measured ms", "predicted ms", "error"),
-            disable_numparse=True,
-        )
-    )
-    off, middle, correlation = published_rows.summary(rows)
-    print(f"\nmean |error| {off}, median {middle}, rank correlation {correlation}")
+    published_rows.table_of_steps(rows, ("device", "model", "dtype", "batch"))
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -119,17 +118,7 @@ def priced(row: dict[str, str]) -> Priced:
 
 
 def report(rows: list[Priced]) -> None:
-    cells = [
-        (
-            *(row.device, row.model, row.image, row.batch),
-            *(f"{1e3 * row.measured_s:.1f}", f"{1e3 * row.predicted_s:.1f}", f"{published_rows.error(row):+.1%}"),
-        )
-        for row in rows
-    ]
-    headers = ("device", "model", "image", "batch", "measured ms", "predicted ms", "error")
-    print(tabulate(cells, headers=headers, disable_numparse=True))
-    off, middle, correlation = published_rows.summary(rows)
-    print(f"\nmean |error| {off}, median {middle}, rank correlation {correlation}")
+    published_rows.table_of_steps(rows, ("device", "model", "image", "batch"))
 
 
 def main() -> None:

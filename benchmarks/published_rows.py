@@ -9,6 +9,8 @@ from dataclasses import asdict
 from statistics import mean, median
 from typing import Any, Protocol
 
+from tabulate import tabulate
+
 from autopart.cost.validate import rank_correlation
 
 
@@ -40,6 +42,21 @@ def summary(rows: Sequence[Row]) -> tuple[str, str, str]:
     errors = [error(row) for row in rows]
     correlation = rank_correlation([row.predicted_s for row in rows], [row.measured_s for row in rows])
     return f"{mean(map(abs, errors)):.1%}", f"{median(errors):+.1%}", f"{correlation:.3f}"
+
+
+def table_of_steps(rows: Sequence[Any], columns: Sequence[str]) -> None:
+    """Prints rows in milliseconds, with their errors, and the summary. columns: attributes of rows that come first."""
+    cells = [
+        (
+            *(getattr(row, name) for name in columns),
+            *(f"{1e3 * row.measured_s:.1f}", f"{1e3 * row.predicted_s:.1f}", f"{error(row):+.1%}"),
+        )
+        for row in rows
+    ]
+    headers = (*columns, "measured ms", "predicted ms", "error")
+    print(tabulate(cells, headers=headers, disable_numparse=True))
+    off, middle, correlation = summary(rows)
+    print(f"\nmean |error| {off}, median {middle}, rank correlation {correlation}")
 
 
 def show(rows: Sequence[Any], as_json: bool, report: Callable[[Any], None]) -> None:

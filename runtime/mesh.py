@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopart.runtime.attempts import restartable, store_of_this_start
 from autopart.runtime.errors import ClusterError, PlanError
 from autopart.runtime.invariant import Draw, Share
 from autopart.runtime.manifest import Manifest
 from autopart.runtime.placement import Placement
+from autopart.runtime.restarts import restartable, store_of_this_start
 from autopart.runtime.rng import derive_seed, seeded
 from autopart.runtime.traffic import Traffic
 

@@ -272,8 +272,9 @@ def _outputs(
     specs = []
     for info in program.outputs:
         if info.node is None:
-            said = {"constant": info.constant, "kind": info.kind, "per_sample": info.per_sample}
-            specs.append(OutputSpec(info.name, 0, "constant", **said))
+            specs.append(
+                OutputSpec(info.name, 0, "constant", constant=info.constant, kind=info.kind, per_sample=info.per_sample)
+            )
             continue
         kind, dim, blocks = split.combine[info.name]
         stage = next(stage.index for stage in stages if info.name in stage.outputs)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from autopart.runtime.attempts import agree
 from autopart.runtime.errors import ClusterError
+from autopart.runtime.restarts import agree
 
 SOON, AT_ONCE = timedelta(seconds=20), timedelta(seconds=0.2)
 
