@@ -14,31 +14,39 @@ _MOST_NUMBERS = 64
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether all of a model's parameters are on meta, and it has any."""
-    parameters = list(model.parameters())
-    return bool(parameters) and all(parameter.is_meta for parameter in parameters)
+    """Whether a model has parameters on meta. Others may have values for all that: ``torch.Tensor(size)`` takes no
+    notice of a default device.
+    """
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 @contextmanager
 def all_on_meta(model: nn.Module, leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The inputs' leaves to trace a model with; if its parameters are on meta, they are there too, and so are, inside,
-    its buffers (which have values where the model was built under ``parameters_on_meta``).
+    """The inputs' leaves to trace a model with; if its parameters are on meta, they are there too, and so is, inside,
+    what of the model has values: buffers where it was built under ``parameters_on_meta``, and single parameters.
     """
     if not is_on_meta(model):
         yield dict(leaves)
         return
-    kept: list[tuple[nn.Module, str, Tensor]] = []
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
     moved: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                kept.append((module, name, buffer))
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.to("meta"))
+        own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in own:
+            for name, tensor in tensors.items():
+                if tensor is not None and not tensor.is_meta:
+                    kept.append((tensors, name, tensor))
+                    tensors[name] = moved.setdefault(id(tensor), _on_meta(tensor))
     try:
         yield {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
     finally:
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer
+        for tensors, name, tensor in kept:
+            tensors[name] = tensor
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    moved = tensor.detach().to("meta")
+    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 class NumbersOnMeta(TorchFunctionMode):

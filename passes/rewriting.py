@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.utils import _pytree as pytree
 
 from autopart.passes.exported import fakes, origin
 from autopart.passes.functional import Aliases
@@ -104,7 +105,8 @@ class Rewriting:
         if key not in self.values:
             # torch's own way where sizes are symbols: some ops, as bilinear, have no other
             with self.fake_mode, torch.no_grad(), enable_python_dispatcher():
-                self.values[key] = target(*fakes(args), **fakes(kwargs))
+                args, kwargs = _on_one_device((fakes(args), fakes(kwargs)))
+                self.values[key] = target(*args, **kwargs)
         return self.values[key]
 
     def replay(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -128,6 +130,14 @@ class Rewriting:
             found = self.env[node]
             if isinstance(found, fx.Node) and _strides(found.meta.get("val")) != _strides(node.meta.get("val")):
                 self.moved.add(node)
+
+
+def _on_one_device(operands: Any) -> Any:
+    """A model on meta has constants that are made of numbers on the CPU, which not every op takes beside others."""
+    tensors = [leaf for leaf in pytree.tree_leaves(operands) if isinstance(leaf, torch.Tensor)]
+    if len({tensor.device for tensor in tensors}) < 2 or not any(tensor.is_meta for tensor in tensors):
+        return operands
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), operands)
 
 
 def _strides(value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from families import family
 from launch import launch
 
 STEPS = 3
+ROWS = torch.arange(24.0, dtype=torch.float64).reshape(2, 3, 4) - 12
 
 
 class Mixed(nn.Module):
@@ -278,3 +280,55 @@ def test_a_generator_of_its_own_is_refused() -> None:
     example = {"input": torch.ones(2, 2), "targets": torch.ones(2, 2)}
     with pytest.raises(InputError, match=r"normal_ draws from a generator of its own.*weights=folder"):
         autopart.parallelize(model, loss_fn=nn.MSELoss(), example=example, verbose=False)
+
+
+class Uneven(nn.Module):
+    """``torch.Tensor(size)`` makes a parameter with values beside those on meta; NumPy's numbers say where it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.token = nn.Parameter(torch.Tensor(4).uniform_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).clone()
+        hidden[torch.tensor(np.arange(3) > 1, device=hidden.device).expand(len(x), 3)] = self.token
+        found: Tensor = self.second(torch.where(hidden > 0, hidden, self.token)).square().mean()
+        return found
+
+
+def trained_on_rows(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        loss = model(ROWS + step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def from_partly_meta() -> list[float]:
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = Uneven().double()
+    assert model.first.weight.is_meta and not model.token.is_meta
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallel: Any = autopart.parallelize(model, example=[ROWS], pp=2, verbose=False)
+    return trained_on_rows(parallel)
+
+
+def test_single_parameters_beside_those_on_meta_keep_their_values() -> None:
+    model = Uneven().double()
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        token = Uneven().token
+    # what is on meta starts as its modules make it, in their order, from the random state at that time
+    for layer in (model.first, model.second):
+        layer.reset_parameters()
+    model.token.data.copy_(token)
+    expected = trained_on_rows(model)
+    for found in launch(from_partly_meta, 2):
+        assert found == pytest.approx(expected, rel=1e-12)
