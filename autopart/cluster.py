@@ -230,12 +230,12 @@ class Cluster:
             return network
         inside = reduce(slower, inner)
         # A ring crosses the network once per node, its other steps stay inside (NCCL counts latency so).
-        count = sum(members.values())
-        latency = (len(members) * network.latency_s + (count - len(members)) * inside.latency_s) / count
+        across = len(members) / sum(members.values())
+        latency = across * network.latency_s + (1 - across) * inside.latency_s
+        of_sums = across * network.sum_step_s + (1 - across) * inside.sum_step_s
         share = inside.payload_rate / network.payload_rate
-        if share < 1:
-            return replace(inside, latency_s=latency)
-        return replace(network, rings=min(float(min(members.values())), share), latency_s=latency)
+        link = inside if share < 1 else replace(network, rings=min(float(min(members.values())), share))
+        return replace(link, latency_s=latency, sum_latency_s=of_sums, switch_sums=0.0)
 
     def __str__(self) -> str:
         return "+".join(_group_text(str(node), count) for node, count in _runs(self.nodes))
@@ -374,8 +374,14 @@ def _shared(port: Link, share: float) -> Link:
 @lru_cache(maxsize=1024)
 def slower(first: Link, second: Link) -> Link:
     """The one that moves fewer bytes/s of payload, with the greater latency of the two."""
+    if first == second:
+        return first
     slow = min(first, second, key=lambda link: link.payload_rate)
-    return replace(slow, latency_s=max(first.latency_s, second.latency_s))
+    return replace(
+        slow,
+        latency_s=max(first.latency_s, second.latency_s),
+        sum_latency_s=max(first.sum_step_s, second.sum_step_s),
+    )
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[tuple[Node, int]]:

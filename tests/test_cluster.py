@@ -89,7 +89,9 @@ def test_a_group_over_nodes_waits_for_a_slow_inner_link() -> None:
     cluster = Cluster.parse("2x2xRTX-3090@2*InfiniBand-400")
     link = cluster.group_link(range(4))
     assert (link.name, link.ring_bandwidth) == ("PCIe-4", 31.5e9)
-    assert link.latency_s == (2 * presets.link("InfiniBand-400").latency_s + 2 * presets.link("PCIe-4").latency_s) / 4
+    between, inside = presets.link("InfiniBand-400"), presets.link("PCIe-4")
+    assert link.latency_s == (2 * between.latency_s + 2 * inside.latency_s) / 4
+    assert link.sum_step_s == (2 * between.sum_latency_s + 2 * inside.sum_latency_s) / 4 < link.latency_s
     assert cluster.group_link([0, 2]).name == "InfiniBand-400"  # nothing passes inside
     assert cluster.group_link([0, 1, 2]).name == "PCIe-4"
     (node, _) = cluster.nodes

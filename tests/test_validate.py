@@ -115,7 +115,7 @@ def test_the_devices_file_holds_nothing_else() -> None:
     for name, table in data["devices"].items():
         assert set(table) <= usual, name
     for name, table in data["links"].items():
-        assert set(table) <= {"bandwidth", "latency_s", "efficiency", "direct"}, name
+        assert set(table) <= {"bandwidth", "latency_s", "sum_latency_s", "efficiency", "direct", "switch_sums"}, name
         family = {entry.get("efficiency") for key, entry in data["links"].items() if key[:4] == name[:4]}
         assert len(family) == 1, name
     for alike in (("A100-40GB", "A100-80GB", "RTX-5000-Ada"), ("H100", "H200", "B200")):

@@ -33,9 +33,11 @@
 
     [links.Mine]
     bandwidth = 20e9                                       # bytes/s of one device in one direction
-    latency_s = 3e-6
+    latency_s = 3e-6                                       # seconds of one step of a ring
     efficiency = 0.8                                       # optional: share of the bandwidth that is payload
     direct = 5e9                                           # optional: of one pair, where there is no switch
+    sum_latency_s = 2e-6                                   # optional: of one step of an all-reduce, if shorter
+    switch_sums = 0.6                                      # optional: share of it that sums in the switch have
     scatter_rounds = 2                                     # optional: times that a reduce-scatter goes around (gloo: 2)
 """
 
@@ -53,22 +55,26 @@ _TOP = ("nodes", "devices", "links")
 _NODE = ("count", "device", "devices", "inside", "port", "ports")
 _DEVICE = ("kind", "memory_gib", "peak_flops", "memory_bandwidth", "launch_s")
 _LINK = ("bandwidth", "latency_s")
+_OF_CPUS = ("function_s", "random_s", "mapped_s")
 _DEVICE_OPTIONS = (
     *("processors", "contraction", "memory", "attention", "alone", "measured", "host_s", "unaligned"),
-    *("function_s", "random_s", "mapped_s"),
+    *_OF_CPUS,
 )
+_TIMES = ("launch_s", "host_s", "latency_s", "sum_latency_s", *_OF_CPUS)
 _MOST = 2**20
 """Of anything that is counted, and of GiB."""
 _LEAST_RATE = 1e6
 """FLOP/s and bytes/s: less than any machine has, and more than any has tera or giga of them."""
+_SHARES_OF_1 = ("contraction", "memory", "attention", "unaligned", "efficiency")
 _RANGES = {
     "memory_gib": (2.0**-30, float(_MOST)),
     **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), (_LEAST_RATE, 1e30)),
-    **dict.fromkeys(("launch_s", "host_s", "latency_s", "function_s", "random_s", "mapped_s"), (0.0, 1.0)),
-    **dict.fromkeys(("contraction", "memory", "attention", "unaligned", "efficiency"), (1e-6, 1.0)),
+    **dict.fromkeys(_TIMES, (0.0, 1.0)),
+    **dict.fromkeys(_SHARES_OF_1, (1e-6, 1.0)),
     **dict.fromkeys(("processors", "measured"), (0.0, float(_MOST))),
     "alone": (1.0, float(_MOST)),
     "scatter_rounds": (1.0, 2.0),
+    "switch_sums": (0.0, 1.0),
 }
 """Least and most by key: what lies outside is a slip of the pen or in another unit, and no seconds come of it."""
 
@@ -79,8 +85,8 @@ _UNITS = {
     "memory_gib": "GiB, such as 80",
     "peak_flops": "a table of FLOP/s by dtype, such as { float32 = 10e12 }",
     **dict.fromkeys(("memory_bandwidth", "bandwidth", "direct"), _BYTES_PER_S),
-    **dict.fromkeys(("launch_s", "host_s", "latency_s", "function_s", "random_s", "mapped_s"), _SECONDS),
-    **dict.fromkeys(("contraction", "memory", "attention", "unaligned", "efficiency"), "shares of 1, such as 0.65"),
+    **dict.fromkeys(_TIMES, _SECONDS),
+    **dict.fromkeys(_SHARES_OF_1, "shares of 1, such as 0.65"),
 }
 """What is expected by key, for people."""
 

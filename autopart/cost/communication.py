@@ -3,13 +3,16 @@
 Ring algorithms with n devices, payload B bytes, link bandwidth W, step latency a (Patarasu and Yuan: Bandwidth optimal
 all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009; Thakur, Rabenseifner, Gropp, 2005)::
 
-    all_reduce       2 (n-1)/n B / W + 2 (n-1) a       B: bytes of the tensor
+    all_reduce       2 (n-1)/n B / W + 2 (n-1) a'      B: bytes of the tensor; a': the link's sum_step_s
     all_gather         (n-1)/n B / W +   (n-1) a       B: bytes of the gathered result
     reduce_scatter   r (n-1)/n B / W + r (n-1) a       B: bytes of the input; r: the link's scatter_rounds, 1 of a ring
     all_to_all         (n-1)/n B / W +   (n-1) a       B: bytes of the local tensor
     broadcast                B / W + (n-1) a       B: bytes of the tensor, passed on in pieces
     reduce                   B / W + (n-1) a       B: bytes of the tensor, summed on its way
     send                     B / W +         a       B: bytes sent
+
+An all-reduce takes ``B / (bandwidth switch_sums) + SWITCH_S`` instead where the link's switch adds up (NVLink SHARP)
+and that passes more bytes in a second.
 
 W is the link's bandwidth times its ``efficiency``. A group over several nodes is one ring through all of its devices:
 :meth:`autopart.cluster.Cluster.group_link` gives the narrowest link, how many such rings run beside each other on the
@@ -40,8 +43,15 @@ CALL_S = 6.6e-6
 """Seconds that one collective takes on empty tensors (baseLat of a ring in NCCL's src/graph/tuning.cc)."""
 
 
+SWITCH_S = 40e-6
+"""Seconds of sums in a switch beside their bytes, set by hand to nccl-tests' published runs (docs/cost-model.md)."""
+
+
 def all_reduce_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
-    return _ring_seconds(2, num_bytes, parts, link, efficiency)
+    ring = _ring_seconds(2, num_bytes, parts, link, efficiency, link.sum_step_s)
+    if link.switch_sums * 2 * (parts - 1) <= _share(link, efficiency) * parts * link.rings:
+        return ring
+    return CALL_S + SWITCH_S + num_bytes / (link.bandwidth * link.switch_sums)
 
 
 def bucketed_all_reduce_seconds(
@@ -52,11 +62,11 @@ def bucketed_all_reduce_seconds(
 
 
 def all_gather_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
-    return _ring_seconds(1, num_bytes, parts, link, efficiency)
+    return _ring_seconds(1, num_bytes, parts, link, efficiency, link.latency_s)
 
 
 def reduce_scatter_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
-    return _ring_seconds(link.scatter_rounds, num_bytes, parts, link, efficiency)
+    return _ring_seconds(link.scatter_rounds, num_bytes, parts, link, efficiency, link.latency_s)
 
 
 def all_to_all_seconds(num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None = None) -> float:
@@ -81,10 +91,12 @@ def _share(link: Link, efficiency: Efficiency | None) -> float:
     return efficiency.network if efficiency else link.efficiency
 
 
-def _ring_seconds(rounds: float, num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None) -> float:
+def _ring_seconds(
+    rounds: float, num_bytes: float, parts: int, link: Link, efficiency: Efficiency | None, latency_s: float
+) -> float:
     if parts == 1:
         return 0.0
-    step = num_bytes / parts / (link.ring_bandwidth * _share(link, efficiency)) + link.latency_s
+    step = num_bytes / parts / (link.ring_bandwidth * _share(link, efficiency)) + latency_s
     return CALL_S + rounds * (parts - 1) * step
 
 

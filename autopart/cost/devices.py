@@ -101,7 +101,9 @@ class Device:
 class Link:
     """What joins devices.
 
-    bandwidth: bytes/s of one device in one direction. latency_s: seconds of one step.
+    bandwidth: bytes/s of one device in one direction. latency_s: seconds of one step; sum_latency_s: of one step of an
+    all-reduce, for which libraries have shorter ways (0: as long). switch_sums: share of the bandwidth at which the
+    switch adds up what all send it (0: it does not).
     rings: how many devices of each node send between nodes at once, which ring collectives profit from.
     efficiency: share of the bandwidth that is payload. direct: bytes/s between two neighbours where devices are wired
     to each other instead of to a switch (0: a switch, every pair has the whole bandwidth).
@@ -115,12 +117,16 @@ class Link:
     efficiency: float = 0.8
     direct: float = 0.0
     scatter_rounds: float = 1.0
+    sum_latency_s: float = 0.0
+    switch_sums: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0 or self.latency_s < 0 or self.rings < 1:
             raise ClusterError(f"link {self.name}: bandwidth is above zero, latency not below, rings at least 1")
         if not 0 < self.efficiency <= 1 or self.direct < 0:
             raise ClusterError(f"link {self.name}: efficiency is above 0 and at most 1, direct is not negative")
+        if self.sum_latency_s < 0 or not 0 <= self.switch_sums <= 1:
+            raise ClusterError(f"link {self.name}: sum_latency_s is not below zero, switch_sums from 0 to 1")
         if not 1 <= self.scatter_rounds <= 2:
             raise ClusterError(f"link {self.name}: scatter_rounds is from 1 to 2, not {self.scatter_rounds!r}")
 
@@ -133,6 +139,11 @@ class Link:
     def of_gloo(self) -> Link:
         """The link as gloo uses it: its reduce-scatter sums whole tensors and keeps a share (ProcessGroupGloo.cpp)."""
         return replace(self, scatter_rounds=2.0)
+
+    @property
+    def sum_step_s(self) -> float:
+        """Seconds of one step of an all-reduce."""
+        return self.sum_latency_s or self.latency_s
 
     @property
     def ring_bandwidth(self) -> float:
@@ -156,7 +167,7 @@ class Defaults:
 
 _PLAIN_GPU = "RTX-4090"
 """Joined by the host's PCIe."""
-LINK_OPTIONS = ("efficiency", "direct", "scatter_rounds")
+LINK_OPTIONS = ("efficiency", "direct", "scatter_rounds", "sum_latency_s", "switch_sums")
 _OPTIONAL = ("contraction", "memory", "attention", "alone", "host_s", "unaligned", "function_s", "random_s", "mapped_s")
 
 
