@@ -39,7 +39,7 @@ _AHEAD = 2
 class Feed:
     """What a step gives to a rank's stages besides what other stages send.
 
-    replicas: that have samples of their own; 1 where each has the whole batch.
+    replicas: that have samples of their own; 1 where each has the whole batch. in_copies: each of every stage has.
     inputs: microbatch -> the stages' inputs by name. samples: per microbatch on this rank (``b``); whole: over all
     replicas; batch: in the whole step (``B``). totals: by name. first: microbatch -> its first sample, counted in the
     whole batch. gradients: of inputs, those that are wanted.
@@ -52,6 +52,7 @@ class Feed:
     totals: Mapping[str, Tensor]
     first: Callable[[int], int]
     replicas: int
+    in_copies: bool
     gradients: InputGradients
 
 
@@ -158,7 +159,7 @@ class Run:
             # A recomputed forward inside a backward draws its random numbers again by these.
             self._mesh.step, self._mesh.microbatch = self._step, action.microbatch
             feed = self._feed
-            self._mesh.share = Share(feed.first(action.microbatch), feed.samples, feed.batch)
+            self._mesh.share = Share(feed.first(action.microbatch), feed.samples, feed.batch, feed.in_copies)
         state = self._state(action.stage, action.microbatch)
         match action.work:
             case Work.FORWARD:
@@ -227,7 +228,7 @@ class Run:
 
     @property
     def _samples(self) -> Samples:
-        return Samples(self._feed.samples, self._feed.whole)
+        return Samples(self._feed.samples, self._feed.whole, self._feed.in_copies)
 
     def _as_leaf(self, value: ValueSpec, tensor: Tensor) -> Tensor:
         return tensor.requires_grad_() if value.needs_grad and self._train else tensor

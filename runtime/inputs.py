@@ -31,7 +31,7 @@ class Division:
     shares: parts of the replicas in each microbatch where stages have unlike meshes or replicas unlike parts; a
     microbatch then is a run of the batch, the same on all stages. Empty: equal parts, each a run of the batch with the
     replica's microbatches. is_local: this rank was given its replica's samples alone; the batch then is what replicas
-    were given one after the other.
+    were given one after the other. in_copies: each replica of every stage computes all samples of a microbatch.
     """
 
     batch: int
@@ -40,6 +40,7 @@ class Division:
     microbatches: int
     shares: tuple[int, ...] = ()
     is_local: bool = False
+    in_copies: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -273,12 +274,13 @@ def divide(
     """How a batch of ``found`` samples is divided.
 
     A batch that does not divide by replicas times microbatches, such as the last of an epoch, is run in fewer
-    microbatches, or if it does not divide by the replicas whole on every one of them. Nothing is padded.
+    microbatches, or if it does not divide by the replicas whole on every one of them. Nothing is padded. Where meshes
+    or parts differ replicas get whole rows near their parts, so that only a batch with fewer samples than some stage
+    has replicas is run whole on every one.
 
     shares: parts of the replicas of this rank's stage, see :class:`Division`. given: with local batches what each
-    replica was given; ``found`` is this one's. Where stages have unlike meshes, raises BatchError for a batch that has
-    fewer samples than a stage has replicas, and for more samples in a microbatch than the program holds for; with local
-    batches, for parts that are not the replicas' shares.
+    replica was given; ``found`` is this one's. Raises BatchError for more samples in a microbatch than the program
+    holds for; with local batches, for parts that are not the replicas' shares.
     """
     if not manifest.is_uniform:
         return _divide_unlike(manifest, found, replica, shares, given)
@@ -289,11 +291,21 @@ def divide(
         )
     batch = found if given is None else sum(given)
     if batch % replicas:
-        replicas, replica = 1, 0
+        return _in_copies(manifest, batch)
     share = batch // replicas
-    count = max(k for k in range(1, manifest.microbatches + 1) if share % k == 0)
+    count = _most_microbatches(manifest, share)
     _check_most(manifest, share // count)
     return Division(batch, replicas, replica, count, is_local=given is not None)
+
+
+def _in_copies(manifest: Manifest, batch: int) -> Division:
+    count = _most_microbatches(manifest, batch)
+    _check_most(manifest, batch // count)
+    return Division(batch, 1, 0, count, in_copies=True)
+
+
+def _most_microbatches(manifest: Manifest, samples: int) -> int:
+    return max(count for count in range(1, manifest.microbatches + 1) if samples % count == 0)
 
 
 def _check_most(manifest: Manifest, samples: int) -> None:
@@ -307,7 +319,9 @@ def _check_most(manifest: Manifest, samples: int) -> None:
 def _divide_unlike(
     manifest: Manifest, found: int, replica: int, shares: tuple[int, ...], given: tuple[int, ...] | None
 ) -> Division:
-    """Where meshes or parts differ, every replica of every stage gets whole rows of each microbatch."""
+    """Where meshes or parts differ, every replica of every stage gets whole rows of each microbatch, if there are any
+    for it; else each computes them all.
+    """
     if given is not None:
         return _divide_given(manifest, given, replica, shares)
     least = max(len(stage.replica_shares) for stage in manifest.stages)
@@ -315,9 +329,7 @@ def _divide_unlike(
         if found % count == 0 and found // count >= least:
             _check_most(manifest, found // count)
             return Division(found, len(shares), replica, count, shares)
-    raise BatchError(
-        f"a batch of {found} samples leaves some of the {least} replicas of a stage without any; pass at least {least}"
-    )
+    return _in_copies(manifest, found)
 
 
 def _divide_given(manifest: Manifest, given: tuple[int, ...], replica: int, shares: tuple[int, ...]) -> Division:

@@ -23,11 +23,15 @@ _BITS = 53
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The samples that a rank computes with: ``count`` from ``first`` on, of ``batch`` in the whole step."""
+    """The samples that a rank computes with: ``count`` from ``first`` on, of ``batch`` in the whole step.
+
+    in_copies: all replicas compute with these.
+    """
 
     first: int = 0
     count: int = 1
     batch: int = 1
+    in_copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,10 +75,11 @@ def _differ(manifest: Manifest, value: ValueSpec, target: int, arrival: Sequence
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples in a microbatch: on this rank, and over all replicas."""
+    """Samples in a microbatch: on this rank, and over all replicas. in_copies: each replica of every stage has all."""
 
     rank: int
     whole: int
+    in_copies: bool = False
 
 
 # A send of a batch: the action, and a number of the batch that no other one has while its sends are kept.
@@ -109,7 +110,7 @@ class Links:
             for target, arrival in zip(value.targets, value.arrivals, strict=False)
             if _differ(manifest, value, target, arrival)
         }
-        self._messages: dict[tuple[str, int, int, Phase], list[tuple[int, Message]]] = {}
+        self._messages: dict[tuple[str, int, int, bool, Phase], list[tuple[int, Message]]] = {}
         # NCCL knows no tags and runs what passes between two ranks of one group in one queue. A group per direction
         # keeps an activation that waits for its receiver from holding up a gradient that comes the other way; where
         # stages of one rank send to and receive from one other rank, these two have groups of their own as well.
@@ -143,7 +144,7 @@ class Links:
             self.check(value, tensor, samples.rank)
         tensor = tensor.detach()
         if unlike:
-            for number, message in self._exchange(value, edge, samples.whole, phase):
+            for number, message in self._exchange(value, edge, samples, phase):
                 if message.source == self._mesh.rank:
                     self._start(value, tensor[message.take], action, message.target, (action, batch), number)
         else:
@@ -172,10 +173,10 @@ class Links:
             tensor = torch.empty([size_of(size, samples.rank) for size in value.shape], dtype=dtype, device=device)
             source = self._mesh.peer(edge[phase == "backward"])
             return tensor, Arrival([source], [self._post(value, tensor, action, source)])
-        here = self._side(value, edge[phase == "forward"], samples.whole)
+        here = self._side(value, edge[phase == "forward"], samples)
         tensor = torch.zeros(local_shape(value.whole, here, self._mesh.rank), dtype=dtype, device=device)
         parts = []
-        for number, message in self._exchange(value, edge, samples.whole, phase):
+        for number, message in self._exchange(value, edge, samples, phase):
             if message.target == self._mesh.rank:
                 piece = torch.empty(message.shape, dtype=dtype, device=device)
                 work = self._post(value, piece, action, message.source, number)
@@ -190,26 +191,31 @@ class Links:
         return work
 
     def _exchange(
-        self, value: ValueSpec, edge: tuple[int, int], samples: int, phase: Phase
+        self, value: ValueSpec, edge: tuple[int, int], samples: Samples, phase: Phase
     ) -> list[tuple[int, Message]]:
-        """The messages of one microbatch that this rank sends or receives, numbered alike on both sides."""
-        key = value.name, edge[1], samples, phase
+        """The messages of one microbatch that this rank sends or receives, numbered alike on both sides.
+
+        Where each replica has all samples, it has a copy of the value and a part of the gradient, as of a value that
+        does not depend on them.
+        """
+        key = value.name, edge[1], samples.whole, samples.in_copies, phase
         if key not in self._messages:
             make = forward_messages if phase == "forward" else backward_messages
-            found = make(
-                value.whole, value.batch_dim, self._side(value, edge[0], samples), self._side(value, edge[1], samples)
-            )
+            source, target = (self._side(value, stage, samples) for stage in edge)
+            found = make(value.whole, None if samples.in_copies else value.batch_dim, source, target)
             mine = enumerate(found)
             self._messages[key] = [item for item in mine if self._mesh.rank in (item[1].source, item[1].target)]
         return self._messages[key]
 
-    def _side(self, value: ValueSpec, stage: int, samples: int) -> Side:
+    def _side(self, value: ValueSpec, stage: int, samples: Samples) -> Side:
         """How a value of this many samples lies in a stage."""
         spec = self._manifest.stages[stage]
+        shares = spec.replica_shares
+        rows = (samples.whole,) * len(shares) if samples.in_copies else rows_of(samples.whole, shares)
         placements = value.placements if stage == value.source else value.arrivals[value.targets.index(stage)]
         return Side(
             spec.devices,
-            rows_of(samples, spec.replica_shares),
+            rows,
             tuple(size for _, size in spec.mesh[1:]),
             tuple(map(Placement.parse, placements)),
         )

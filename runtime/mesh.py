@@ -280,14 +280,16 @@ class Mesh:
         """A block in which torch's random functions draw what belongs to this rank's share.
 
         path, key: the module and the number of the call, so that no two calls draw alike. over: the axes on which the
-        value is sharded, coordinates on which change the numbers; ranks that differ on other axes draw the same.
-        The numbers also change with the step and the microbatch, and come back when a microbatch is recomputed.
+        value is sharded, coordinates on which change the numbers; ranks that differ on other axes draw the same, and
+        so do replicas that compute the same samples. The numbers also change with the step and the microbatch, and
+        come back when a microbatch is recomputed.
 
         On one process with one microbatch nothing is touched: the numbers are those of the original model.
         """
         if not training or (self.world_size == 1 and self.microbatches == 1):
             return nullcontext()
-        coordinates = tuple(self.axes[name].index for name in over if name in self.axes)
+        alike = DATA_AXIS if self.share.in_copies else None
+        coordinates = tuple(0 if name == alike else self.axes[name].index for name in over if name in self.axes)
         return seeded(self.device, derive_seed(self.seed, self.step, self.microbatch, path, key, coordinates))
 
     def draw(self, path: str, key: int, placements: str = "", samples: str = "") -> Draw:

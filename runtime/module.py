@@ -222,6 +222,7 @@ class ParallelModule(HeldStages):
             totals,
             division.start,
             division.replicas,
+            division.in_copies,
             gradients,
         )
 
@@ -266,10 +267,11 @@ class ParallelModule(HeldStages):
     def _train_without_flush(self, feed: Feed, division: Division) -> Any:
         """Begins this batch and ends the one before, whose loss and gradients it gives; see double_buffer.py."""
         assert self._buffer is not None
-        if division.microbatches != self.manifest.microbatches or division.replicas != self.mesh.data.size:
+        if division.microbatches != self.manifest.microbatches or division.in_copies:
+            least = max(len(stage.replica_shares) for stage in self.manifest.stages)
             raise BatchError(
-                f"the schedule 2bw takes batches of {self.manifest.microbatches} microbatches on {self.mesh.data.size} "
-                f"replicas only, {division.batch} samples do not; drop the last partial batch, or use 2bw-flush"
+                f"the schedule 2bw takes batches of {self.manifest.microbatches} microbatches on {least} replicas "
+                f"only, {division.batch} samples do not; drop the last partial batch, or use 2bw-flush"
             )
         planned = self.variants.planned
         receipts = planned.schedules.receipts(division.microbatches)

@@ -40,25 +40,39 @@ def with_meshes(
     places: tuple[int, ...] = (),
     schedule: str = "1f1b",
 ) -> Plan:
-    """A chain of stages on these meshes; the replicas of the first rank of the pipeline have these parts.
+    """A chain of stages on these meshes; see :func:`laid_on`."""
+    plan = chain_of(name, len(places or meshes), microbatches=2)
+    sharded = tensor_plan(name) if any(tp > 1 for _, tp in meshes) else None
+    return laid_on(plan, meshes, shares, places, schedule, sharded)
 
-    places: the rank of the pipeline of each stage, ``meshes`` by rank; empty: each stage has its own.
+
+def laid_on(
+    plan: Plan,
+    meshes: tuple[Mesh, ...],
+    shares: tuple[int, ...] = (),
+    places: tuple[int, ...] = (),
+    schedule: str = "1f1b",
+    sharded: Plan | None = None,
+) -> Plan:
+    """A plan of one rank for each stage on these meshes; replicas of the pipeline's first rank have these parts.
+
+    places: the rank of the pipeline of each stage, ``meshes`` by rank; empty: each stage has its own. sharded: has the
+    strategies of tensor ranks.
     """
     places = places or tuple(range(len(meshes)))
-    plan = chain_of(name, len(places), microbatches=2)
     starts = list(itertools.accumulate((dp * tp for dp, tp in meshes), initial=0))
     stages: list[StagePlan] = []
     for stage, place in zip(plan.stages, places, strict=True):
         dp, tp = meshes[place]
-        sharded = tensor_plan(name) if tp > 1 else None
+        strategies = sharded if tp > 1 else None
         stages.append(
             replace(
                 stage,
                 devices=tuple(range(starts[place], starts[place + 1])),
                 mesh=(("dp", dp), ("tp", tp)),
                 shares=() if place else shares,
-                strategies=sharded.strategies if sharded else {},
-                storage=sharded.storage if sharded else {},
+                strategies=strategies.strategies if strategies else {},
+                storage=strategies.storage if strategies else {},
             )
         )
     return replace(plan, stages=tuple(stages), schedule=schedule, warmup=())
