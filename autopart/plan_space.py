@@ -21,7 +21,7 @@ from autopart.given_limits import Limits
 from autopart.mesh_prices import MeshPrices
 from autopart.plan import Plan
 from autopart.plan_finish import LEAST_GAIN, with_deeper_warmup, with_other_messages
-from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.runtime.errors import InfeasibleError, PlanError, UndividedBatchError
 from autopart.several_axes import several_axes
 from autopart.solver.degrees import Config, Degrees, UnlikeMeshes
 from autopart.solver.search_outcomes import WORTH
@@ -105,11 +105,13 @@ class PlanSpace(Space[Config, AnyAnswer]):
                 return wide
             few = cluster.device_count <= MOST_UNLIKE
             uneven = len(set(cluster.nodes)) > 1 or cluster.device_count & (cluster.device_count - 1)
-            if not (uneven or few) or not self._unlike_configs():
+            # Replicas of unlike parts are what a batch asks for that does not divide by those that were given.
+            needed = uneven or isinstance(error, UndividedBatchError)
+            if not (needed or few) or not self._unlike_configs():
                 raise
-            if not uneven:
+            if not needed:
                 raise PlanError(
-                    f"{error}; or meshes=unlike (--meshes unlike), where devices and samples need not divide evenly"
+                    f"{error}; or meshes=unlike (--meshes unlike), where devices need not divide evenly"
                 ) from None
             return ()
 

@@ -102,8 +102,9 @@ def make_plan(
     in one process.
     zero: what replicas divide between them of every parameter that can be: 0 nothing, 1 the optimizer's state, 2
     gradients too, 3 weights too; None: nothing where it fits, else chosen for each parameter.
-    meshes: equal: all stages have one; unlike: stages may differ in replicas and tensor ranks; auto: equal, and
-    unlike where that can win (:func:`autopart.plan_space.unlike_can_win`).
+    meshes: equal: all stages have one, whose replicas have equal parts of the batch; unlike: stages may differ in
+    replicas and tensor ranks, and replicas in their parts; auto: equal, and unlike where that can win
+    (:func:`autopart.plan_space.unlike_can_win`), or the batch does not divide by the replicas that were asked for.
     bucket_bytes: of gradients that share a message; None: by what these take to sum (:mod:`autopart.bucket_size`).
     optimizer: none, sgd, momentum, adagrad, rmsprop, adam or adamw, whose state and step are counted. microbatches: of
     each replica's batch.

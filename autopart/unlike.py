@@ -60,6 +60,7 @@ class UnlikeCandidates(UnlikeFloors):
         pins = self.candidates.pins
         most = min(len(self.prices.positions) - 1, pins.most_stages if pins else len(self.candidates.analysis.blocks))
         alike = len(self.row.kinds) == 1
+        replicas = self.prices.dp or devices
         found = []
         for stages in range(1, min(devices, most) + 1):
             if pp not in (None, stages) or (alike and stages == devices):
@@ -68,7 +69,7 @@ class UnlikeCandidates(UnlikeFloors):
                 if batch % pieces or microbatches not in (None, pieces):
                     continue
                 rows = batch // pieces
-                if alike and stages == 1 and (rows % devices == 0 or rows < devices):
+                if alike and stages == 1 and (rows % replicas == 0 or rows < replicas):
                     continue
                 if not self.slots(stages, rows)[0]:
                     continue

@@ -29,6 +29,10 @@ class NotHereError(PlanError, AttributeError):
     """A part or method of the original model that its parallel program does not give; so ``hasattr`` says no."""
 
 
+class UndividedBatchError(PlanError):
+    """Equal replicas and microbatches, of the numbers asked for, do not divide the batch."""
+
+
 class InfeasibleError(PlanError):
     """No plan fits; names what binds, by how many bytes, and the smallest change that would fit.
 

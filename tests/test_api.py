@@ -308,9 +308,32 @@ def call_with(limits: dict[str, Any], samples: int = 8) -> None:
     autopart.parallelize(build(), verbose=False, **limits)(**batch(samples))
 
 
+def trained_on_odd(parallel: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """A first batch that replicas cannot share evenly, then others."""
+    model: Any = build()
+    if parallel:
+        model = autopart.parallelize(model, verbose=False, dp=2)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for samples in (7, 8, 7, 1, 2):
+        loss = model(**batch(samples))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert not parallel or model.data_shares == (4, 3)
+    return losses, model.state_dict()
+
+
 def test_a_batch_that_does_not_divide() -> None:
+    expected, state = trained_on_odd(False)
+    for losses, found in launch(trained_on_odd, 2, True):
+        assert losses == pytest.approx(expected, rel=1e-10, abs=0)
+        for name, tensor in state.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)
     with pytest.raises(ChildFailure, match="batch of 7 does not divide"):
-        launch(call_with, 2, {"dp": 2}, 7)
+        launch(call_with, 2, {"dp": 2, "meshes": "equal"}, 7)
+    with pytest.raises(ChildFailure, match="batch of 1 does not divide"):
+        launch(call_with, 2, {"dp": 2}, 1)
 
 
 def evaluated_first(parallel: bool, samples: int) -> list[float]:

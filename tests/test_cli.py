@@ -262,7 +262,8 @@ def test_unknown_device(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_batch_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "6" in refused(capsys, "plan", TINY, "--cluster", "cpu:4", "--dp", 4, "--batch", 6)
+    assert "6" in refused(capsys, "plan", TINY, "--cluster", "cpu:4", "--dp", 4, "--batch", 6, "--meshes", "equal")
+    assert "4" in refused(capsys, "plan", TINY, "--cluster", "cpu:4", "--dp", 4, "--batch", 3)
     line = refused(capsys, "plan", TINY, "--cluster", "cpu:2", "--dp", 2, "--batch", 8, "--microbatches", 8)
     assert "8" in line and "16" in line
 
@@ -336,5 +337,6 @@ def test_verify_refuses_numbers_that_say_nothing(capsys: pytest.CaptureFixture[s
 
 def test_verify_says_why_it_cannot_run(capsys: pytest.CaptureFixture[str], models: Path, tmp_path: Path) -> None:
     assert "give either" in refused(capsys, "verify", f"{models}:plain")
-    line = refused(capsys, "verify", f"{models}:plain", "--cluster", "cpu:2", "--dp", 2, "--batch", 3)
+    forced = "--dp", 2, "--batch", 3, "--meshes", "equal"
+    line = refused(capsys, "verify", f"{models}:plain", "--cluster", "cpu:2", *forced)
     assert "does not divide" in line

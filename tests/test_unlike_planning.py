@@ -27,7 +27,7 @@ from autopart.planner import make_plan
 from autopart.predict import simulate_plan
 from autopart.realize import realize
 from autopart.report.table import plan_text
-from autopart.runtime.errors import InfeasibleError, PlanError
+from autopart.runtime.errors import InfeasibleError, PlanError, UndividedBatchError
 from autopart.solver import stages
 from autopart.solver.stages_problem import StageProblem, StageSolution
 from autopart.tracing import capture
@@ -92,6 +92,41 @@ def test_a_batch_that_does_not_divide_is_shared_in_whole_rows() -> None:
     plan = plan_of("gpt2", ideal(3, bandwidth=1e9), pp=1, tp=1, microbatches=1)
     assert plan.stages[0].shares == (3, 3, 2) and not plan.is_uniform
     assert "dp 3 (3:3:2)" in plan_text(plan)
+
+
+@pytest.mark.parametrize(
+    ("devices", "limits", "meshes"),
+    [
+        (4, {"dp": 2, "batch": 5}, [(2, 2, (3, 2))]),
+        (4, {"dp": 2, "tp": 2, "batch": 3}, [(2, 2, (2, 1))]),  # fewer samples than devices
+        (4, {"pp": 1, "tp": 1, "batch": 6}, [(4, 1, (2, 2, 1, 1))]),
+        (4, {"pp": 2, "dp": 2, "batch": 12, "microbatches": 4}, [(2, 1, (2, 1))] * 2),
+        (32, {"pp": 1, "dp": 32, "batch": 40}, [(32, 1, (2,) * 8 + (1,) * 24)]),
+    ],
+)
+def test_alike_devices_share_a_batch_that_does_not_divide_by_what_is_forced(
+    devices: int, limits: dict[str, object], meshes: list[tuple[int, int, tuple[int, ...]]]
+) -> None:
+    """As under meshes=unlike, which need not be said; equal meshes have no such plan."""
+    plan, same = (plan_of("gpt2", ideal(devices), **limits, meshes=word) for word in ("auto", "unlike"))
+    assert [(stage.dp, stage.tp, stage.shares) for stage in plan.stages] == meshes
+    assert plan.bound_s <= plan.step_time_s == same.step_time_s
+    with pytest.raises(UndividedBatchError, match=f"a batch of {limits['batch']} does not divide by dp="):
+        plan_of("gpt2", ideal(devices), **limits, meshes="equal")
+
+
+def test_replicas_without_a_sample_are_refused() -> None:
+    with pytest.raises(UndividedBatchError, match="a batch of 3 does not divide by dp=4"):
+        plan_of("gpt2", ideal(4), dp=4, batch=3)
+
+
+@pytest.mark.parametrize("limits", [{"dp": 2}, pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow)])
+def test_a_batch_that_does_not_divide_trains_as_one(
+    limits: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of("gpt2", ideal(2 * len(limits)), microbatches=1, **limits, batch=7)
+    assert all(stage.shares == (4, 3) for stage in plan.stages)
+    check_equal("gpt2", plan, tmp_path, monkeypatch)
 
 
 def test_microbatches_have_no_more_samples_than_the_graph_holds_for() -> None:

@@ -147,8 +147,9 @@ def add_limits(parser: argparse.ArgumentParser, cluster_required: bool) -> None:
         "--meshes",
         choices=("auto", "equal", "unlike"),
         default="auto",
-        help="whether stages may differ in replicas and tensor ranks (default auto: where devices are unlike, their "
-        "number is no power of two, or equal meshes leave a stage much slower than the others)",
+        help="whether stages may differ in replicas and tensor ranks, and replicas in samples (default auto: where "
+        "devices are unlike, their number is no power of two, the batch does not divide by --dp, or equal meshes leave "
+        "a stage much slower than the others)",
     )
     parser.add_argument(
         "--thorough",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopart.report.units import counted
-from autopart.runtime.errors import PlanError
+from autopart.runtime.errors import PlanError, UndividedBatchError
 from autopart.tensor_scheme import TensorScheme
 
 _RECOMPUTE = {"full": " recompute", "none": " no-recompute", "auto": ""}
@@ -154,7 +154,8 @@ def degrees(
 
     schedules: names with the stages on each rank. max_pp: stages in all. pp, dp, tp, microbatches: forced where given;
     tp as :func:`read_axes` takes it. max_axes: tensor axes that a tensor degree is factored
-    into where neither its axes nor a scheme are given. Raises PlanError, saying what would do, when nothing matches.
+    into where neither its axes nor a scheme are given. Raises PlanError, saying what would do, when nothing matches;
+    UndividedBatchError where only the batch is in the way.
     """
     wanted = None if tp is None else read_axes(tp)
     axes = wanted if isinstance(wanted, tuple) else None
@@ -189,7 +190,7 @@ def degrees(
         for schedule, virtual in schedules
     ]
     if not made:
-        raise PlanError(_no_batch(batch, sorted({mesh[1] for mesh in meshes}), microbatches))
+        raise UndividedBatchError(_no_batch(batch, sorted({mesh[1] for mesh in meshes}), microbatches))
     result = tuple(config for config in made if config.runs and (max_pp is None or config.stages <= max_pp))
     if not result:
         raise PlanError(_no_schedule(made, max_pp))
