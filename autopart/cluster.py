@@ -329,6 +329,8 @@ class Cluster:
             raise ClusterError(f"{path} is not a text file; expected is a cluster file (.toml)") from error
         except tomllib.TOMLDecodeError as error:
             raise ClusterError(f"{path} is not valid TOML: {error}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists in lists
+            raise ClusterError(f"{path} is not readable as TOML: {str(error).partition(';')[0]}") from error
         rows = read_nodes(data, str(path))
         try:
             check_size(sum(repeat * count for repeat, _, count, _, _, _ in rows))

@@ -15,7 +15,7 @@ from typing import Any
 from autopart.candidates import Candidates
 from autopart.report.units import format_seconds
 from autopart.runtime.errors import PlanError
-from autopart.solver.degrees import Degrees
+from autopart.solver.degrees import Degrees, microbatch_counts
 
 
 def what_would_fit(candidates: Candidates, config: Degrees, limits: Mapping[str, Any]) -> str:
@@ -68,7 +68,7 @@ def _instead(candidates: Candidates, config: Degrees, name: str) -> dict[str, An
         return {"schedule": "1f1b", "virtual": 1}
     if name == "microbatches" and not candidates.analysis.split.flaw:
         samples = candidates.batch // config.dp
-        counts = (count for count in range(samples, config.microbatches, -1) if samples % count == 0)
+        counts = (count for count in reversed(microbatch_counts(samples)) if count > config.microbatches)
         most = next((count for count in counts if samples // count >= candidates.least_samples), None)
         return {} if most is None else {"microbatches": most}
     return {}

@@ -16,11 +16,12 @@ from autopart.plan_checks import DROPOUT, check_warmup
 from autopart.recomputation import RECOMPUTE
 from autopart.runtime.errors import BatchError, ClusterError, PlanError
 from autopart.runtime.schedule import NAMES
-from autopart.solver.degrees import read_axes
+from autopart.solver.degrees import MOST_MICROBATCHES, read_axes
 from autopart.tensor_scheme import TensorScheme
 
 MOST_SAMPLES = 2**31
 """Of a batch: its divisors are looked for one by one."""
+_MOST = {"batch": (MOST_SAMPLES, " samples"), "microbatches": (MOST_MICROBATCHES, "")}
 MESHES = ("auto", "equal", "unlike")
 
 
@@ -80,6 +81,11 @@ def read_limits(
         raise PlanError(f"zero is one of {', '.join(map(str, LEVELS))} or None (chosen), not {zero!r}")
     if zero and schedule == "2bw":
         raise PlanError("the schedule 2bw keeps two versions of whole weights; leave zero out, or use 2bw-flush")
+    if not analysis.blocks:
+        raise PlanError(
+            f"{analysis.program.name} computes nothing that depends on a parameter, so there is nothing to divide; "
+            "plan a model whose forward uses its parameters"
+        )
     if analysis.split.flaw:
         if (dp or 1) > 1 or (microbatches or 1) > 1:
             raise BatchError(
@@ -125,13 +131,14 @@ def check_given(program: object, cluster: object, rules: object) -> None:
 
 
 def check_counts(counts: Mapping[str, object]) -> None:
-    """Raises PlanError where one is given that is no whole number of at least 1, or a batch is out of proportion."""
+    """Raises PlanError where one is given that is no whole number of at least 1, or one out of proportion."""
     for name, count in counts.items():
         if count is not None and not (is_whole(count) and count >= 1):
             raise PlanError(f"{name} is a whole number of at least 1, not {count!r}")
-    batch = counts.get("batch")
-    if is_whole(batch) and batch > MOST_SAMPLES:
-        raise PlanError(f"batch is at most {MOST_SAMPLES:,} samples, not {batch:,}")
+    for name, (most, of) in _MOST.items():
+        count = counts.get(name)
+        if is_whole(count) and count > most:
+            raise PlanError(f"{name} is at most {most:,}{of}, not {count:,}")
 
 
 def check_seconds(time_limit_s: object, below: object) -> None:

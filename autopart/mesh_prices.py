@@ -183,16 +183,10 @@ class MeshPrices:
         return self._divisible[tp]
 
     def _shared(self, kinds: Sequence[int], rows: int) -> tuple[int, ...] | None:
-        """Whole rows of a microbatch for each replica, so that the slowest is done first; None if one had too few.
-
-        One row after the other goes to the replica that would be done with it first.
-        """
+        """Whole rows of a microbatch for each replica, so that the slowest is done first; None if one had too few."""
         seconds = {kind: self._kind_work(kind, max(1, rows // len(kinds))) for kind in set(kinds)}
-        given = [0] * len(kinds)
-        for _ in range(rows):
-            first = min(range(len(kinds)), key=lambda index: ((given[index] + 1) * seconds[kinds[index]], index))
-            given[first] += 1
-        return tuple(given) if min(given) >= self.candidates.least_samples else None
+        given = dealt([seconds[kind] for kind in kinds], rows)
+        return given if min(given) >= self.candidates.least_samples else None
 
     # -- prices on some devices -----------------------------------------------------------------------------------
 
@@ -358,6 +352,21 @@ class MeshPrices:
     def _kind_work(self, kind: int, rows: int) -> float:
         """Seconds of the whole model's ops for so many samples on one device of a kind."""
         return self.view(kind, rows).work_seconds(ALONE)
+
+
+def dealt(seconds: Sequence[float], rows: int) -> tuple[int, ...]:
+    """How many of the rows each gets, that takes so many seconds for one, where each row goes to who is done first.
+
+    What all are surely given is given at once: in the time in which they do fewer rows together, less one of each.
+    """
+    given = [0] * len(seconds)
+    if min(seconds) > 0:
+        time = max(0, rows - len(given)) / sum(1 / own for own in seconds)
+        given = [max(0, int(time / own) - 1) for own in seconds]
+    for _ in range(rows - sum(given)):
+        first = min(range(len(given)), key=lambda index: ((given[index] + 1) * seconds[index], index))
+        given[first] += 1
+    return tuple(given)
 
 
 def have_same_strategies(first: Sequence[Priced], second: Sequence[Priced]) -> bool:

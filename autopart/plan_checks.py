@@ -15,6 +15,7 @@ from autopart.runtime.errors import PlanError, ScheduleError
 from autopart.runtime.manifest import MIXED
 from autopart.runtime.placement import Placement
 from autopart.runtime.schedule import NAMES, deeper_warmup, make_schedule
+from autopart.solver.degrees import MOST_MICROBATCHES
 from autopart.tensor_scheme import TensorScheme
 from autopart.update_memory import OPTIMIZERS
 from autopart.wishes import check_recorded
@@ -26,7 +27,7 @@ SCHEDULES = NAMES
 RECOMPUTE = ("none", "full", "some")
 DROPOUT = ("torch", "invariant")
 _MOST = 2**20
-"""Of blocks and of microbatches: no more of a schedule would fit into memory."""
+"""Of blocks, and of how many times as fast a device is alone."""
 
 
 def check_stage(stage: StagePlan) -> None:
@@ -91,7 +92,9 @@ def check_plan(plan: Plan) -> None:
         plan.shared_host >= 0 and 1 <= plan.alone <= _MOST,
         f"shared_host: at least 0, and alone: at least 1, found {plan.shared_host} and {plan.alone}",
     )
-    _require(plan.microbatches <= _MOST, f"microbatches: at most {_MOST}, found {plan.microbatches}")
+    _require(
+        plan.microbatches <= MOST_MICROBATCHES, f"microbatches: at most {MOST_MICROBATCHES}, found {plan.microbatches}"
+    )
     _require(
         plan.dtype in MIXED or isinstance(getattr(torch, plan.dtype, None), torch.dtype),
         f"dtype: one of torch's, such as bfloat16, or {', '.join(MIXED)}, found {plan.dtype!r}",

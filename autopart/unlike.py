@@ -28,7 +28,7 @@ from autopart.mesh_prices import Priced, have_same_strategies
 from autopart.passes.data_axis import LEVELS
 from autopart.runtime.errors import InfeasibleError
 from autopart.solver import stages as stage_solver
-from autopart.solver.degrees import UnlikeMeshes
+from autopart.solver.degrees import UnlikeMeshes, microbatch_counts
 from autopart.solver.search_space import Evaluation, NotBetter
 from autopart.solver.stages_problem import StageProblem, Way
 from autopart.step_time import WHOLE_SCHEDULES, simulated_seconds
@@ -61,13 +61,12 @@ class UnlikeCandidates(UnlikeFloors):
         most = min(len(self.prices.positions) - 1, pins.most_stages if pins else len(self.candidates.analysis.blocks))
         alike = len(self.row.kinds) == 1
         replicas = self.prices.dp or devices
+        counts = [pieces for pieces in microbatch_counts(batch) if microbatches in (None, pieces)]
         found = []
         for stages in range(1, min(devices, most) + 1):
             if pp not in (None, stages) or (alike and stages == devices):
                 continue
-            for pieces in range(1, batch + 1):
-                if batch % pieces or microbatches not in (None, pieces):
-                    continue
+            for pieces in counts:
                 rows = batch // pieces
                 if alike and stages == 1 and (rows % replicas == 0 or rows < replicas):
                     continue

@@ -201,7 +201,7 @@ def test_own_gpus_without_links_are_joined_by_the_hosts_pcie(tmp_path: Path) -> 
         ("devices = 4", "device_count = 4", "nodes[0].device_count"),
         ('device = "Mine"', 'device = "Yours"', "nodes[0].device"),
         ('device = "Mine"', "device = 3", "nodes[0].device"),
-        ('device = "Mine"', 'device = "mine"', "(this file describes Mine)"),
+        ('device = "Mine"', 'device = "Nine"', "(this file describes Mine)"),
         ("devices = 4", "devices = 4000000", "nodes[0].devices: expected a whole number from 1 to 1,048,576"),
         ("devices = 4", "devices = 1000000", "nodes: 2,000,000 devices"),
         ("count = 2", f"count = {10**400}", "nodes[0].count"),
@@ -255,6 +255,8 @@ def test_own_gpus_without_links_are_joined_by_the_hosts_pcie(tmp_path: Path) -> 
         ("latency_s = 3e-6", "", "links.Wire.latency_s"),
         ("[[nodes]]", "[[node]]", "node"),
         ("[[nodes]]", "[nodes", "TOML"),
+        ("memory_gib = 24", f"memory_gib = {'9' * 5000}", "not readable as TOML: Exceeds the limit (4300 digits)"),
+        ("memory_gib = 24", f"memory_gib = {'[' * 5000}", "not readable as TOML"),
     ],
 )
 def test_file_errors_name_file_and_key(old: str, new: str, words: str, tmp_path: Path) -> None:
@@ -265,6 +267,18 @@ def test_file_errors_name_file_and_key(old: str, new: str, words: str, tmp_path:
         Cluster.load(path)
     assert str(path) in str(error.value)
     assert words in str(error.value)
+
+
+def test_of_names_in_a_file_case_does_not_matter_and_its_own_go_first(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD)
+    expected = Cluster.load(path)
+    own = expected.device(0).name
+    path.write_text(GOOD.replace(f'device = "{own}"', f'device = "{own.upper()}"').replace('= "Wire"', '= "wire"'))
+    assert path.read_text() != GOOD
+    assert Cluster.load(path) == expected
+    path.write_text(GOOD.replace(own, "H100").replace('device = "H100"', 'device = "h100"'))
+    assert Cluster.load(path).device(0).memory_bytes == expected.device(0).memory_bytes
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from autopart.cost import devices as presets
 from autopart.cost.devices import GIB, LINK_OPTIONS, Device, Link
@@ -97,6 +97,7 @@ _BY_DTYPE = {
 }  # fmt: skip
 """By key what its table has for each dtype, an example, and least and most."""
 
+Described = TypeVar("Described", Device, Link)
 Row = tuple[int, Device, int, Link, Link, int]
 """How many nodes, their device, devices per node, inner link, network port, ports per node."""
 
@@ -122,7 +123,7 @@ def _read_row(row: Mapping[str, Any], devices: Mapping[str, Device], links: Mapp
     if not isinstance(device_name, str):
         raise ClusterError(f"{where}.device: expected the name of a device, found {device_name!r}")
     try:
-        device = devices.get(device_name) or presets.device(device_name)
+        device = _of_file(device_name, devices) or presets.device(device_name)
     except ClusterError as error:
         raise ClusterError(f"{where}.device: {error}{_own(devices)}") from error
     count = _count(row, "devices", where, None)
@@ -135,7 +136,7 @@ def _read_row(row: Mapping[str, Any], devices: Mapping[str, Device], links: Mapp
         if not isinstance(name, str):
             raise ClusterError(f"{where}.{key}: expected the name of a link, found {name!r}")
         try:
-            return links.get(name) or presets.link(name)
+            return _of_file(name, links) or presets.link(name)
         except ClusterError as error:
             raise ClusterError(f"{where}.{key}: {error}{_own(links)}") from error
 
@@ -148,6 +149,11 @@ def _read_row(row: Mapping[str, Any], devices: Mapping[str, Device], links: Mapp
         link("port", usual.between),
         ports,
     )
+
+
+def _of_file(name: str, described: Mapping[str, Described]) -> Described | None:
+    """What the file describes under a name, of which case does not matter, as of presets, which it goes before."""
+    return described.get(name) or next((item for own, item in described.items() if own.lower() == name.lower()), None)
 
 
 def _own(described: Mapping[str, Device | Link]) -> str:

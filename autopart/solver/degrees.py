@@ -13,6 +13,8 @@ from autopart.tensor_scheme import TensorScheme
 _RECOMPUTE = {"full": " recompute", "none": " no-recompute", "auto": ""}
 MOST_AXES = 3
 """Tensor axes of a mesh: the 3-D scheme needs three."""
+MOST_MICROBATCHES = 2**20
+"""Of a step: no more of a schedule would fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ def degrees(
         for pp, dp, tensor in meshes
         if batch % dp == 0
         for sizes in ([axes] if axes else _axes_of(tensor, scheme, max_axes))
-        for pieces in _divisors(batch // dp)
+        for pieces in microbatch_counts(batch // dp)
         if microbatches in (None, pieces)
         for schedule, virtual in schedules
     ]
@@ -209,6 +211,11 @@ def factorizations(tensor: int, most: int) -> tuple[tuple[int, ...], ...]:
         for outer in _divisors(tensor)[1:-1]:
             found += [(outer, *inner) for inner in factorizations(tensor // outer, most - 1)]
     return tuple(sorted(found, key=lambda sizes: (len(sizes), sizes)))
+
+
+def microbatch_counts(samples: int) -> list[int]:
+    """Into how many microbatches of equal size so many samples of a replica can be cut, the fewest first."""
+    return [count for count in _divisors(samples) if count <= MOST_MICROBATCHES]
 
 
 def _axes_of(tensor: int, scheme: TensorScheme, most: int) -> tuple[tuple[int, ...], ...]:
