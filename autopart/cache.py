@@ -2,12 +2,14 @@
 
 It is ``AUTOPART_CACHE``; without that ``$XDG_CACHE_HOME/autopart``, else ``~/.cache/autopart``. ``AUTOPART_CACHE=off``
 keeps nothing and reads nothing. Files are written whole or not at all, and what cannot be read counts as absent.
-Programs and problems are answers, which computing them again would give too, and which :func:`used` turns off alone.
+Programs, problems and plans are answers, which computing them again would give too, and which :func:`used` turns off
+alone; each has a checksum, as an entry that a disk or a copy damaged may still be a program, and another one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -73,3 +75,35 @@ def read_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):  # the last where lists lie in lists by the thousands
         return None
     return found if isinstance(found, dict) else None
+
+
+def keep(path: Path, answer: dict[str, Any]) -> None:
+    """Writes an answer with its checksum. Raises OSError."""
+    write(path, signed(answer))
+
+
+def kept(path: Path) -> dict[str, Any] | None:
+    """An answer that :func:`keep` wrote; None where there is none, or something else is in the file."""
+    try:
+        text = path.read_text()
+    except (OSError, ValueError):
+        return None
+    if text[:_HEAD] != _head(text[_HEAD:]):
+        return None
+    found: dict[str, Any] = json.loads(text)
+    del found[_CHECKSUM]
+    return found
+
+
+def signed(answer: dict[str, Any]) -> str:
+    """A JSON object of what the answer has, the checksum of the text that follows first."""
+    rest = json.dumps(answer)[1:]
+    return _head(rest) + rest
+
+
+def _head(rest: str) -> str:
+    return f'{{"{_CHECKSUM}": "{hashlib.sha256(rest.encode()).hexdigest()}", '
+
+
+_CHECKSUM = "checksum"
+_HEAD = len(_head(""))

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -49,7 +48,7 @@ def captured(spec: str, dtype: torch.dtype | None, capture: Callable[[], Program
         return known
     program = capture()
     with contextlib.suppress(OSError, program_json.NotWritten):  # a full disk costs the next run its time, no more
-        cache.write(path, json.dumps(program_json.written(program)))
+        cache.keep(path, program_json.written(program))
     return program
 
 
@@ -63,7 +62,7 @@ def key(spec: str, dtype: torch.dtype | None) -> str:
 
 
 def _read(path: Path) -> Program | None:
-    data = cache.read_object(path)
+    data = cache.kept(path)
     if data is None:
         return None
     from autopart.passes import program_json

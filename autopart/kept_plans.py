@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,13 +31,13 @@ def found_or_made(
         plans = make()
     if not reached():
         with contextlib.suppress(OSError):  # a full or read-only disk costs the next run its time, no more
-            cache.write(path, json.dumps({"plans": [plan.to_json() for plan in plans]}))
+            cache.keep(path, {"plans": [plan.to_json() for plan in plans]})
     return plans, False
 
 
 def _read(path: Path) -> list[Plan]:
     """What was kept; nothing where that cannot be read."""
-    data = cache.read_object(path)
+    data = cache.kept(path)
     texts = data.get("plans") if data is not None else None
     if not isinstance(texts, list):
         return []

@@ -109,12 +109,25 @@ def test_a_broken_entry_is_captured_again(folder: Path, text: str) -> None:
     assert entry.read_text() == good
 
 
+def test_an_entry_of_which_a_bit_was_turned_is_captured_again(folder: Path) -> None:
+    """Another digit still makes a program, of another size or with another number in it."""
+    first = captured.captured(GPT2, None, lambda: once(GPT2))
+    (entry,) = entries(folder)
+    good = entry.read_text()
+    digits = [index for index, letter in enumerate(good) if letter.isdecimal()]
+    for index in digits[:: len(digits) // 8]:
+        entry.write_text(good[:index] + chr(ord(good[index]) ^ 1) + good[index + 1 :])
+        assert captured.captured(GPT2, None, lambda: once(GPT2)).fingerprint == first.fingerprint
+        assert entry.read_text() == good
+
+
 def test_an_entry_that_names_other_nodes_is_captured_again(folder: Path) -> None:
     captured.captured(GPT2, None, lambda: once(GPT2))
     (entry,) = entries(folder)
-    data = json.loads(entry.read_text())
+    data = cache.kept(entry)
+    assert data is not None
     data["nodes"][1][2] = data["nodes"][0][2]
-    entry.write_text(json.dumps(data))
+    cache.keep(entry, data)
     with pytest.raises(ValueError, match="became"):
         program_json.read(data)
     assert captured.captured(GPT2, None, lambda: once(GPT2)).fingerprint == once(GPT2).fingerprint

@@ -137,7 +137,7 @@ def test_a_plan_of_another_program_is_not_taken(folder: Path, made: list[Plan]) 
     planned.planned(program, CLUSTER, analysis=analyze(program))
     (entry,) = entries(folder)
     other = make_plan(masked(32), CLUSTER)
-    entry.write_text(json.dumps({"plans": [other.to_json()]}))
+    cache.keep(entry, {"plans": [other.to_json()]})
     assert planned.planned(program, CLUSTER, analysis=analyze(program)).fingerprint == program.fingerprint
     assert len(made) == 2
 

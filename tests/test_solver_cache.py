@@ -172,9 +172,9 @@ def spoilt(good: dict[str, object], given: TensorProblem) -> list[str]:
         *({"choices": choices[:-1]}, {"choices": [*choices[:-1], 7]}, {"choices": ["x"] * len(choices)}),
         *({"choices": list(worse)}, {"objective": 0.0}, {"bound": 1e9}, {"bound": 0.0}, {"objective": None}),
     )
-    texts = [json.dumps({**good, **change}) for change in changed]
-    texts += [json.dumps({name: value for name, value in good.items() if name != missing}) for missing in good]
-    return [*texts, "", "{", "[]", json.dumps(good)[:-9]]
+    texts = [cache.signed({**good, **change}) for change in changed]
+    texts += [cache.signed({name: value for name, value in good.items() if name != missing}) for missing in good]
+    return [*texts, json.dumps(good), "", "{", "[]", cache.signed(good)[:-9]]
 
 
 def test_spoilt_entries_are_written_anew(folder: Path) -> None:
@@ -182,7 +182,9 @@ def test_spoilt_entries_are_written_anew(folder: Path) -> None:
     right = solved.solve(given)
     (path,) = entries(folder)
     text = path.read_text()
-    for bad in spoilt(json.loads(text), given):
+    good = cache.kept(path)
+    assert good is not None
+    for bad in spoilt(good, given):
         path.write_text(bad)
         solver = Counting()
         answer = solved.solve(given, solver=solver)
@@ -246,7 +248,8 @@ def test_numbers_are_found_again(folder: Path) -> None:
     for count, other in enumerate(others, 2):
         numbers(other)
         assert len(made) == count
-    for spoilt in ("", "[]", '{"numbers": 3}', '{"numbers": [1.0, 2.0]}', '{"numbers": [1.0, 2.0, "3"]}'):
+    wrong = [cache.signed({"numbers": found}) for found in (3, [1.0, 2.0], [1.0, 2.0, "3"])]
+    for spoilt in ("", "[]", *wrong):
         for path in entries(folder.parent / solved.NUMBERS):
             path.write_text(spoilt)
         count = len(made)

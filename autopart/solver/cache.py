@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -62,7 +61,7 @@ def solve(
     solution = solver(problem, *limits)
     if solution.gap <= wanted and solution.objective < below:
         with contextlib.suppress(OSError):  # a full or read-only disk costs the next run its time, no more
-            cache.write(path, json.dumps(_written(solution)))
+            cache.keep(path, _written(solution))
     return solution
 
 
@@ -73,12 +72,12 @@ def numbers(content: object, count: int, make: Callable[[], list[float]]) -> lis
         return make()
     name = key(content)
     path = folder / name[:2] / f"{name}.json"
-    known = (cache.read_object(path) or {}).get("numbers")
+    known = (cache.kept(path) or {}).get("numbers")
     if isinstance(known, list) and len(known) == count and all(isinstance(item, float) for item in known):
         return known
     made = make()
     with contextlib.suppress(OSError):
-        cache.write(path, json.dumps({"numbers": made}))
+        cache.keep(path, {"numbers": made})
     return made
 
 
@@ -141,7 +140,7 @@ def _written(solution: TensorSolution) -> dict[str, Any]:
 
 def _read(path: Path, problem: TensorProblem, wanted: float) -> TensorSolution | None:
     """The entry as an answer to the problem with a gap of at most ``wanted``; None where it is none."""
-    data = cache.read_object(path)
+    data = cache.kept(path)
     if data is None:
         return None
     try:
