@@ -54,10 +54,12 @@ def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
         return plan
     candidates = known.candidates or Candidates(analysis, cluster, plan.batch, plan.optimizer)
     seconds = {node.device: least_seconds(candidates, node) for node in dict.fromkeys(cluster.nodes)}
-    most = (1 + WORTH if _repeats(plan) else 1 - WORTH) * plan.step_time_s
+    alike = _is_one_device_repeated(plan)
+    most = (1 + WORTH if alike or _repeats(plan) else 1 - WORTH) * plan.step_time_s
     below, where = most, cluster
     tried = 0
-    for part in parts(cluster, seconds):
+    found_parts = list(parts(cluster, seconds))
+    for part in [min(found_parts, key=lambda part: part.device_count)] if alike else found_parts:
         if 1 / math.fsum(1 / seconds[device] for device in part.devices) >= below or tried == MOST_TRIED:
             continue
         tried += 1
@@ -76,6 +78,11 @@ def advised_plan(cluster: Cluster, analysis: Analysis, **limits: Any) -> Plan:
         f"{cluster.device_count} devices; to leave the others out, plan for that cluster and start ranks on it alone"
     )
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _is_one_device_repeated(plan: Plan) -> bool:
+    """Whether each device of several does the whole step."""
+    return plan.device_count > 1 and plan.pp == plan.dp == 1 and not plan.strategies and not plan.storage
 
 
 def _repeats(plan: Plan) -> bool:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 import autopart
 from autopart import fewer_devices
@@ -54,6 +55,16 @@ def test_one_node_without_the_slow_network() -> None:
     notes = plan_on(Cluster.parse("2x2xA100-80GB@Ethernet-10"), batch=32).notes
     (note,) = [note for note in notes if "alone" in note]
     assert note.startswith("2xA100-80GB@Ethernet-10 alone takes") and "as much as all 4 devices" in note
+
+
+def test_one_device_where_all_repeat_what_it_does() -> None:
+    """Of a model that is too small to divide, however many there are."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    program = autopart.capture(model, (torch.zeros(4, 8),))
+    plan = advised_plan(Cluster.parse("16x8xH100"), analyze(program))
+    assert plan.tp == 128 and not plan.strategies
+    (note,) = [note for note in plan.notes if "alone" in note]
+    assert note.startswith("1xH100 alone takes") and "as much as all 128 devices" in note
 
 
 def test_slower_devices_that_a_slow_port_holds_up() -> None:
