@@ -29,6 +29,9 @@ DROPOUT = ("torch", "invariant")
 _MOST = 2**20
 """Of blocks, and of how many times as fast a device is alone."""
 
+_ROUNDED = 1e-9
+"""Seconds: what rounding may leave of differences."""
+
 
 def check_stage(stage: StagePlan) -> None:
     """Raises PlanError for a stage that contradicts itself."""
@@ -58,6 +61,8 @@ def check_stage(stage: StagePlan) -> None:
         _require(unknown is None, f"{name}: {unknown!r} is none of {', '.join(KINDS)}")
         least = min((number for count in counts.values() for number in count.values()), default=0)
         _require(least >= 0, f"{name}: calls and bytes are at least 0, found {least}")
+    for kind, seconds in stage.hidden_s.items():
+        _require(seconds > -_ROUNDED, f"hidden_s[{kind!r}]: expected a number of at least 0, found {seconds}")
     first, end = stage.blocks
     _require(0 <= first < end <= _MOST, f"blocks: expected [first, end) with first < end, found [{first}, {end})")
     for name in (
@@ -151,6 +156,7 @@ def check_plan(plan: Plan) -> None:
     for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "peak_flops", "tied_s"):
         value = getattr(plan, name)
         _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
+    _require(plan.gap <= 1, f"gap: a share of step_time_s, at most 1, found {plan.gap}")
     check_recorded(plan.asked)
     for pattern, pinned in plan.pins.items():
         _require(
