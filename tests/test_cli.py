@@ -312,6 +312,21 @@ def test_a_strategy_that_is_not_offered(capsys: pytest.CaptureFixture[str], plan
     assert "'sideways' is not offered" in refused(capsys, "emit", TINY, tmp_path / "plan.json", "-o", tmp_path / "out")
 
 
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_what_a_model_prints_is_no_part_of_the_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    file = tmp_path / "prints.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\nprint('imported')\n\n\nclass Printing(nn.Linear):\n"
+        "    def forward(self, x):\n        print('called')\n        return super().forward(x).mean()\n\n\n"
+        "def model():\n    print('made')\n    return Printing(4, 4), (torch.zeros(2, 4),), {}\n"
+    )
+    status, out, err = run(capsys, command, f"{file}:model", "--cluster", "cpu:1", "--json")
+    assert status == 0 and json.loads(out)
+    assert all(word in err for word in ("imported", "made", "called"))
+
+
 def test_verify(capsys: pytest.CaptureFixture[str], models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ("verify", f"{models}:plain", "--cluster", "cpu:2", "--pp", 2, "--microbatches", 2, "--steps", 2, "--json")
     status, out, _ = run(capsys, *argv)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopart.cli.progress import hushed, working
+from autopart.cli.progress import aside, hushed, working
 
 if TYPE_CHECKING:
     import torch
@@ -277,7 +277,7 @@ def read_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
 
 def read_model(arguments: argparse.Namespace, meta: bool, batch: int | None = None) -> LoadedModel:
     """Raises ModelError."""
-    with working(f"building {arguments.model}"):
+    with working(f"building {arguments.model}"), aside():
         from autopart.models import load_model
 
         return load_model(arguments.model, meta=meta, dtype=read_dtype(arguments), batch=batch)

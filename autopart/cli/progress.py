@@ -26,13 +26,19 @@ def working(doing: str) -> Iterator[None]:
 def hushed() -> Iterator[None]:
     """Around a capture: torch prints graphs beside the error that it raises, which the user is told in one line.
 
-    Whatever else is written to stderr inside appears after the block, unless the block ends in an error.
+    Whatever else is written to stderr inside appears after the block, unless the block ends in an error; what a model
+    prints goes :func:`aside`.
     """
     logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.ERROR)
     written = io.StringIO()
-    with contextlib.redirect_stderr(written):
+    with aside(), contextlib.redirect_stderr(written):
         yield
     sys.stderr.write(written.getvalue())
+
+
+def aside() -> contextlib.AbstractContextManager[object]:
+    """Inside, what is printed goes to stderr: stdout has a command's answer alone, and users' models may print."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 class Progress:
