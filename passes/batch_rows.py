@@ -99,6 +99,8 @@ def routed(splitter: Splitter, node: fx.Node) -> fx.Node | None:
 
 def _bags(splitter: Splitter, node: fx.Node) -> fx.Node:
     """Bags of as many entries each, a share's own: they begin where a count of the share's entries says."""
+    if argument(node, 3, "scale_grad_by_freq", False):
+        raise Mixes("divides each entry's gradient by how often the whole batch has it")
     weight, entries, starts, *scales = graphs.input_nodes(node)
     own, number = splitter.state(starts), extent(entries.meta["val"].shape[0])
     rows = [splitter.state(item) for item in (entries, *scales)]

@@ -49,6 +49,8 @@ aten = torch.ops.aten
 
 # Checks that export leaves behind; they hold for the captured sizes and have no value.
 _DROPPED = ("_assert", "sym_constrain", "_guards", "assert_tensor_metadata", "constrain_range", "_record_function")
+# Where look-ups are told to make sparse gradients.
+_SPARSE = {aten.embedding.default: 4, aten.embedding_bag.default: 5, aten.embedding_bag.padding_idx: 5}
 
 
 @dataclass(slots=True)
@@ -330,7 +332,7 @@ class _Normalizer(Rewriting):
             return self.emit(aten.repeat.default, (args[0], synonyms.tiles(args[1], value.dim())), {}, node)
         if target is aten.rot90.default:
             return self.turned(node, *args)
-        if target is aten.embedding.default and (kwargs.get("sparse") or (len(args) > 4 and args[4])):
+        if (place := _SPARSE.get(target)) is not None and (kwargs.get("sparse") or any(args[place : place + 1])):
             path, source = origin(node)
             raise CaptureError(
                 f"an embedding with sparse=True in module {module_name(path)} ({source}) makes sparse gradients, which "

@@ -231,6 +231,11 @@ def bags_of_others(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.embedding_bag(entries, m.linear.weight, torch.arange(0, 2 * x.shape[0], 2)).square().mean()
 
 
+def bags_by_frequency(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    entries = torch.stack([y.clamp(min=0), y.clamp(min=0)], 1)
+    return F.embedding_bag(entries, m.linear.weight, mode="sum", scale_grad_by_freq=True).square().mean()
+
+
 def broken_permutation(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return (m.linear(x[torch.argsort(y)]) * x[:, :CLASSES]).square().mean()
 
@@ -275,6 +280,7 @@ def running_maximum(m: Any, x: Tensor, y: Tensor) -> Tensor:
 FLAWS: dict[str, tuple[Body, str]] = {
     "contrastive": (contrastive, "aten."),
     "bags_of_others": (bags_of_others, "aten.embedding_bag"),
+    "bags by frequency": (bags_by_frequency, "how often the whole batch has it"),
     "max": (lambda m, x, y: m.linear(x).amax(0).sum(), "aten.amax"),
     "softmax over samples": (lambda m, x, y: m.linear(x).softmax(0).square().sum(), "aten.softmax"),
     "variance": (lambda m, x, y: m.linear(x).var(0).sum(), "aten.var"),

@@ -271,6 +271,8 @@ def test_sparse_gradients_are_refused() -> None:
     tokens = torch.zeros(BATCH, 3, dtype=torch.int64)
     with pytest.raises(CaptureError, match=r"sparse=True in module 0 .* leave sparse away"):
         capture(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), (tokens,), check_eval=False)
+    with pytest.raises(CaptureError, match=r"sparse=True in module 0 .* leave sparse away"):
+        capture(nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 2)), (tokens,), check_eval=False)
 
 
 def test_writes_of_what_is_made_without_gradient() -> None:
