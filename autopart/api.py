@@ -29,6 +29,7 @@ from autopart.runtime.errors import AutopartError, InputError, PlanError
 from autopart.runtime.inputs import BatchMode, Returned, check_modes
 from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
+from autopart.set_by_forward import StandIns
 from autopart.sizeless import refuse_lazy_modules
 from autopart.spread import on_first_rank, start_alike, write_on_hosts
 from autopart.watched_attributes import Watched
@@ -223,6 +224,7 @@ class Parallelized(Twin):
         self._watched: Watched
         self._watched_parts: WatchedParts
         self._set_buffers: SetBuffers
+        self._stand_ins = StandIns(model, ())
         self.training = model.training
 
         call = torch.compiler.disable(self._call_program)  # torch.compile of this module would go into the exchanges
@@ -322,7 +324,8 @@ class Parallelized(Twin):
         connect(device)
         made = self._buffers_on_meta()
         settings = self._settings
-        files = on_first_rank(lambda: self._compiler.plan(args, kwargs))
+        files, attributes = on_first_rank(lambda: (self._compiler.plan(args, kwargs), self._compiler.set_attributes))
+        self._stand_ins = StandIns(self.original, attributes)
         self._directory = write_on_hosts(files, settings["directory"])
         parallel = self._load(made, device)
         if parallel.mesh.rank == 0 and settings["verbose"]:
@@ -354,7 +357,8 @@ class Parallelized(Twin):
 
         def make() -> tuple[dict[str, bytes], tuple[str, ...]]:
             try:
-                return self._compiler.for_sizes(args, kwargs)
+                with self._stand_ins.away():
+                    return self._compiler.for_sizes(args, kwargs)
             except AutopartError as error:
                 raise InputError(f"no program can be made for {sizes}: {error}") from error
 

@@ -30,6 +30,7 @@ from autopart.report.units import counted
 from autopart.runtime.errors import ClusterError, PlanError
 from autopart.runtime.inputs import BatchMode
 from autopart.runtime.mesh import job_size
+from autopart.set_by_forward import SetTensor
 from autopart.tracing import capture
 
 
@@ -67,7 +68,10 @@ def _dividing(samples: int, limits: Mapping[str, Any]) -> int:
 
 
 class Compiler:
-    """Makes the files of a model's programs. settings: the arguments of ``parallelize`` by name."""
+    """Makes the files of a model's programs. settings: the arguments of ``parallelize`` by name.
+
+    set_attributes: of the model that was planned, see Program.
+    """
 
     def __init__(self, model: nn.Module, settings: Mapping[str, Any], batch: BatchMode) -> None:
         self._model = model
@@ -75,6 +79,7 @@ class Compiler:
         self._batch: BatchMode = batch
         self._planned: _Planned | None = None
         self._whole: list[_Whole] = []
+        self.set_attributes: tuple[SetTensor, ...] = ()
 
     @seldom_collected()
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, bytes]:
@@ -85,6 +90,7 @@ class Compiler:
         with _as_ever():
             program = capture(self._model, args, kwargs, **options)
             evaluation = program.evaluation
+        self.set_attributes = program.set_attributes
         if not settings["verbose"]:  # else the plan that is printed has them
             for note in program.notes:
                 warnings.warn(note, stacklevel=2)

@@ -1,5 +1,5 @@
 """What torch.export prints: whole graphs before it fails, of models that are captured by another try, or are refused in
-words of autopart's own; and that attributes were assigned, of lists of weights that recurrent modules keep.
+words of autopart's own; and that attributes were assigned, which autopart has a note on (``set_by_forward.py``).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 _LOGGER = "torch.fx.experimental.symbolic_shapes"
 _GRAPH = "def forward(self, arg"
-_WEIGHTS = r"The tensor attributes? (self\.[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
+_ASSIGNED = r"The tensor attributes? .* (was|were) assigned during export"
 
 
 @contextmanager
 def without_graphs() -> Iterator[None]:
-    """Inside, graphs stay off stderr, and so do warnings of shapes and of recurrent modules' weights.
+    """Inside, graphs stay off stderr, and so do warnings of shapes and of attributes.
 
     With ``TORCH_LOGS`` set all is as it is.
     """
@@ -30,7 +30,7 @@ def without_graphs() -> Iterator[None]:
     logger.addFilter(_is_error)
     try:
         with redirect_stderr(_WithoutGraphs(sys.stderr)), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_WEIGHTS)
+            warnings.filterwarnings("ignore", message=_ASSIGNED)
             yield
     finally:
         logger.removeFilter(_is_error)

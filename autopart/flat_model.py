@@ -15,6 +15,7 @@ from autopart.kept_buffers import replaced_buffers_written
 from autopart.meta_capture import NumbersOnMeta, is_on_meta
 from autopart.own_numbers import Changed, Numbers
 from autopart.runtime.structure import flatten, rebuild
+from autopart.set_by_forward import SetTensor, SetTensors
 
 TARGETS = "targets"
 
@@ -27,12 +28,15 @@ class LossOutput(NamedTuple):
 
 
 class Returned:
-    """What the traced forward returned: named leaves and the structure around them. changed: numbers of the model's."""
+    """What the traced forward returned: named leaves and the structure around them. changed: numbers of the model's.
+    attributes: those that it set to tensors.
+    """
 
     def __init__(self) -> None:
         self.leaves: dict[str, Any] = {}
         self.structure: Any = None
         self.changed: list[Changed] = []
+        self.attributes: tuple[SetTensor, ...] = ()
 
 
 class FlatModel(nn.Module):
@@ -63,7 +67,8 @@ class FlatModel(nn.Module):
         decisions = self.decisions
         if decisions is not None:
             decisions.begin()
-        numbers = Numbers((module_path(path), module) for path, module in self.named_modules() if module is not self)
+        modules = [(module_path(path), module) for path, module in self.named_modules() if module is not self]
+        numbers, attributes = Numbers(modules), SetTensors(modules)
         with (
             NumbersOnMeta() if self._on_meta else nullcontext(),
             ctc_capture.RowsOfTargets(),
@@ -76,7 +81,7 @@ class FlatModel(nn.Module):
                 targets = kwargs.pop(TARGETS)
                 result = self.model(**kwargs)
                 result = LossOutput(self.loss_function(result, targets), result)
-            self.returned.changed = numbers.changed()
+            self.returned.changed, self.returned.attributes = numbers.changed(), attributes.found()
         self.returned.leaves, self.returned.structure = flatten(result)
         found = [leaf for leaf in self.returned.leaves.values() if isinstance(leaf, torch.Tensor)]
         return found if decisions is None else [*found, *decisions.conditions]

@@ -39,6 +39,7 @@ from autopart.passes.program import Evaluation, Program, mode_free_digests, mode
 from autopart.repeated_layers import export_with_copies
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.structure import flatten
+from autopart.set_by_forward import note_on_tensors, without_new_attributes
 from autopart.sizeless import refuse_lazy_modules, refuse_sparse_and_nested
 from autopart.symbolic_lengths import symbolic_lengths
 
@@ -108,6 +109,7 @@ def capture(
             _training(model),
             entered(autocast),
             kept_buffers(flat),
+            without_new_attributes(m for m in flat.modules() if m is not flat),
             unchecked_arguments(),
             symbolic_lengths(flat),
             all_on_meta(flat, named) as leaves,
@@ -122,7 +124,10 @@ def capture(
         with entered({}):
             program = assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
         program.most_samples = most
+        program.set_attributes = flat.returned.attributes
         program.notes = (*program.notes, *own.notes(), *map(note_on_draws, drawn))
+        if program.set_attributes:
+            program.notes = (*program.notes, note_on_tensors(program.set_attributes))
         return program
 
     program = settle(trace, named, dims, batch)

@@ -89,6 +89,7 @@ class Program:
     precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
     reduce_dtype: in which ranks add gradients up ("float32"); '': in the parameters' own types.
     assumptions: what the model's branches were decided by, each a result of the graph ``conditions`` of the inputs.
+    set_attributes: what forward sets to tensors, as layers do with parts of a loss (autopart.set_by_forward.SetTensor).
     arguments: of the model's own forward, also those that the example inputs leave out.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
     """
@@ -114,6 +115,7 @@ class Program:
     assumptions: tuple[Assumption, ...] = ()
     conditions: fx.Graph | None = None
     arguments: tuple[ArgumentSpec, ...] = ()
+    set_attributes: tuple[Any, ...] = ()
     _fingerprint: str = ""
 
     @property
