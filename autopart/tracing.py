@@ -42,6 +42,7 @@ from autopart.runtime.structure import flatten
 from autopart.set_by_forward import note_on_tensors, without_new_attributes
 from autopart.sizeless import refuse_lazy_modules, refuse_sparse_and_nested
 from autopart.symbolic_lengths import symbolic_lengths
+from autopart.synced_norms import synced_norms, synced_norms_alone
 
 
 def capture(
@@ -112,6 +113,7 @@ def capture(
             without_new_attributes(m for m in flat.modules() if m is not flat),
             unchecked_arguments(),
             symbolic_lengths(flat),
+            synced_norms_alone(),
             all_on_meta(flat, named) as leaves,
             own_backwards(model, scaled) as own,
             other_draws() as drawn,
@@ -124,6 +126,7 @@ def capture(
         with entered({}):
             program = assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
         program.most_samples = most
+        program.synced_norms = synced_norms(model)
         program.set_attributes = flat.returned.attributes
         program.notes = (*program.notes, *own.notes(), *map(note_on_draws, drawn))
         if program.set_attributes:

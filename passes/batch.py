@@ -37,6 +37,7 @@ from autopart.passes.batch_written import accumulated, additions_to_buffers, how
 from autopart.passes.exported import fakes
 from autopart.passes.program import Program, Role, mark_differentiable
 from autopart.passes.rules import Rule, RuleBook, follow
+from autopart.passes.rules.arguments import argument
 from autopart.passes.sizes import Extent, extent
 from autopart.runtime.placement import PARTIAL, Placement, shard
 
@@ -241,6 +242,10 @@ class Splitter:
         if points is not None and not (len(sources) == 1 and keeps_row_numbers(node)):
             raise Mixes("computes with the row numbers of a share")
         if str(node.target) in _BATCH_STATISTICS:
+            if graphs.module_path(node) in self.program.synced_norms and argument(node, 5, "training"):
+                raise Mixes(
+                    "takes statistics of the whole batch, as SyncBatchNorm does (BatchNorm: of each microbatch)"
+                )
             self.notes["batch norm's statistics are those of each microbatch on each replica"] = None
             if states[0].placement != shard(0) or not all(state.whole for state in states[1:]):
                 raise Mixes("combines different samples")
@@ -476,7 +481,7 @@ def _numbers(target: object) -> frozenset[int | str]:
     if not isinstance(target, torch._ops.OpOverload) or str(target).startswith("aten.arange"):
         return frozenset()
     found: set[int | str] = set()
-    for index, argument in enumerate(target._schema.arguments):
-        if str(argument.type).removeprefix("Optional[").rstrip("]") in ("number", "float", "Tensor"):
-            found |= {index, argument.name}
+    for index, declared in enumerate(target._schema.arguments):
+        if str(declared.type).removeprefix("Optional[").rstrip("]") in ("number", "float", "Tensor"):
+            found |= {index, declared.name}
     return frozenset(found)

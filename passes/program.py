@@ -89,6 +89,7 @@ class Program:
     precision: "bf16-mixed", "fp16-mixed", or '' where the ops compute in the types that the model names.
     reduce_dtype: in which ranks add gradients up ("float32"); '': in the parameters' own types.
     assumptions: what the model's branches were decided by, each a result of the graph ``conditions`` of the inputs.
+    synced_norms: paths of modules whose statistics are those of the batch on all ranks, as SyncBatchNorm's are.
     set_attributes: what forward sets to tensors, as layers do with parts of a loss (autopart.set_by_forward.SetTensor).
     arguments: of the model's own forward, also those that the example inputs leave out.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
@@ -115,6 +116,7 @@ class Program:
     assumptions: tuple[Assumption, ...] = ()
     conditions: fx.Graph | None = None
     arguments: tuple[ArgumentSpec, ...] = ()
+    synced_norms: tuple[str, ...] = ()
     set_attributes: tuple[Any, ...] = ()
     _fingerprint: str = ""
 
