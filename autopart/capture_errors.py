@@ -48,7 +48,7 @@ def batch_reason(error: Exception) -> str:
     constant = re.search(r"specialized it to be a constant \((\d+)\)", text)
     if constant:
         return f"the model's code holds for a batch of {constant[1]} samples only"
-    guard = re.search(r"satisfy the generated guard (.+?)\.?\n", text)
+    guard = re.search(r"satisfy the generated guard (.+?)\.?(?:\n|Specializations unexpectedly)", text)
     if guard:
         return "the model's code asks that " + re.sub(r"L\['\w+'\](\[\d+\])*\.size\(\)\[\d+\]", "b", guard[1])
     if _FRACTION in text:

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopart import ctc_capture
 from autopart.assumed_branches import Decisions
+from autopart.batch_pieces import BatchPieces
 from autopart.kept_buffers import replaced_buffers_written
 from autopart.meta_capture import NumbersOnMeta, is_on_meta
 from autopart.own_numbers import Changed, Numbers
@@ -72,6 +73,7 @@ class FlatModel(nn.Module):
         with (
             NumbersOnMeta() if self._on_meta else nullcontext(),
             ctc_capture.RowsOfTargets(),
+            BatchPieces(),
             nullcontext() if decisions is None else decisions,
             replaced_buffers_written(self._with_buffers, self.replaced),
         ):
