@@ -214,11 +214,14 @@ def _written(
         or pointer.rows != extent(base.meta["val"].shape[0])
     ):
         raise Mixes("writes rows by numbers that count other rows")
-    for item in (*indices, values):
-        if item is None:
-            continue
-        state, dims = splitter.state(item), item.meta["val"].dim()
-        along = state.placement == shard(0) and state.order is None and (dims == 1 or item is values)
-        if not (along and (item is indices[0] or not state.points)) and not (state.whole and dims == 0):
+    used = [item for item in indices if item is not None]
+    broadcast = max(item.meta["val"].dim() for item in used)
+    dims = broadcast + base.meta["val"].dim() - len(used)  # what indices broadcast to comes first, as the rows' does
+    row = pointer.placement.dim + broadcast - used[0].meta["val"].dim()
+    for item, full in (*((item, broadcast) for item in used), (values, dims)):
+        state = splitter.state(item)
+        along = state.placement.is_shard and state.placement.outer == 1 and state.order is None
+        along = along and state.placement.dim == row - full + item.meta["val"].dim()
+        if not (along and (item is used[0] or not state.points)) and not state.whole:
             raise Mixes("writes what belongs to different samples")
     return splitter.put(splitter.copy(node), BatchState(shard(0)))

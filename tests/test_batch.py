@@ -203,6 +203,18 @@ def own_label_marked(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return (m.linear(x) * marked).square().mean()
 
 
+def chosen_rewritten(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Of each sample some entries, as many as the layer takes: by the largest of its scores, and two fixed ones."""
+    hidden = torch.stack([x, x.sin(), x.cos()], 1)
+    rows = torch.arange(x.shape[0])[:, None]
+    chosen = m.linear(hidden).sum(-1).topk(2).indices
+    written = hidden.clone()
+    written[rows, chosen] = hidden[rows, chosen] * m.linear(x)[:, None, :1]
+    written[rows, torch.tensor([0, 2]), 1] = m.linear.bias[:2]
+    written[rows, chosen, 2] += x[:, 3:4]
+    return m.linear(written).square().mean()
+
+
 def bagged(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """Bags of two, whose weights depend on the sample."""
     entries = torch.stack([y.clamp(min=0), x.argmax(-1) % CLASSES], 1)
@@ -213,7 +225,16 @@ def bagged(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "body",
-    [bagged, shuffled, shuffled_by_writing, shuffled_with_counter, never_put_back, own_label, own_label_marked],
+    [
+        bagged,
+        shuffled,
+        shuffled_by_writing,
+        shuffled_with_counter,
+        never_put_back,
+        own_label,
+        own_label_marked,
+        chosen_rewritten,
+    ],
     ids=lambda body: body.__name__,
 )
 def test_permutations_and_row_numbers(body: Body) -> None:
@@ -234,6 +255,12 @@ def bags_of_others(m: Any, x: Tensor, y: Tensor) -> Tensor:
 def bags_by_frequency(m: Any, x: Tensor, y: Tensor) -> Tensor:
     entries = torch.stack([y.clamp(min=0), y.clamp(min=0)], 1)
     return F.embedding_bag(entries, m.linear.weight, mode="sum", scale_grad_by_freq=True).square().mean()
+
+
+def written_across(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    table = torch.zeros(x.shape[0], WIDTH, dtype=x.dtype)
+    table[torch.arange(x.shape[0]), y.clamp(min=0)[:, None]] = 1.0
+    return (m.linear(x) * table[:, :CLASSES]).square().mean()
 
 
 def broken_permutation(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -308,6 +335,7 @@ FLAWS: dict[str, tuple[Body, str]] = {
     "row numbers added": (counts_as_positions, "row numbers"),
     "row numbers averaged": (mean_of_positions, "row numbers"),
     "first rows": (first_rows, "row numbers"),
+    "written across": (written_across, "writes what belongs to different samples"),
     "written elsewhere": (written_elsewhere, "count other rows"),
     "every pair compared": (crossed, "compares different samples"),
     "number read off": (read_off, "number that depends on the samples"),
