@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.candidate_sums import CandidateSums
-from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.passes.amounts import value_bytes
 from autopart.passes.graph import Value
 from autopart.solver.degrees import Degrees
+from autopart.tied_sums import tied_seconds
 
 
 @dataclass(slots=True)
@@ -49,9 +49,12 @@ class CandidateTied(CandidateSums):
 
         whole: where tensor ranks have them whole; else these share them.
         """
-        ends = self.layout.stage_link(config, 0, config.pp - 1)
-        ranks = (1 if whole else config.tp) * (config.dp if max(self.levels(config)) >= 2 else 1)
+        ends, data = self.layout.stage_link(config, 0, config.pp - 1), self.layout.data_link(config)
+        ranks, divided = 1 if whole else config.tp, self.levels(config) != (0,)
         for node, blocks in self.readers.items():
             if len(blocks) > 1 and node.meta.get("trainable"):
-                size = value_bytes(Value(node)).at(1) / ranks
-                yield node, blocks, bucketed_all_reduce_seconds(size * self.summed, 2, ends)
+                size = value_bytes(Value(node)).at(1) / ranks * self.summed
+                if divided:  # then replicas gather the weights, not the gradients
+                    yield node, blocks, tied_seconds(size / config.dp, 2, ends, 1, data)
+                else:
+                    yield node, blocks, tied_seconds(size, 2, ends, config.dp, data)

@@ -90,7 +90,7 @@ def exchanges(
     in_order = _specs(analysis, found, layout)
     return [
         _of_stage(
-            *(analysis, found, index, in_order, (("dp", replicas), *found.axes)),
+            *(analysis, found, index, in_order, [(("dp", replicas), *found.axes)] * len(found.stages)),
             *(samples, recompute[index], places, bucket_bytes),
         )
         for index in range(len(found.stages))
@@ -110,8 +110,8 @@ def exchanges_unlike(
     seen = specs_by_stage(analysis, found, settings)
     meshes = [(("dp", own.dp), *own.axes) for own in settings]
     return [
-        _of_stage(analysis, found, index, seen[index], mesh, rows[index], recompute[index], places, bucket_bytes)
-        for index, mesh in enumerate(meshes)
+        _of_stage(analysis, found, index, seen[index], meshes, rows[index], recompute[index], places, bucket_bytes)
+        for index in range(len(meshes))
     ]
 
 
@@ -144,13 +144,14 @@ def _of_stage(
     found: Realization,
     index: int,
     in_order: Sequence[ParameterSpec],
-    mesh: Axes,
+    meshes: Sequence[Axes],
     samples: int,
     recompute: Collection[str],
     places: Sequence[int],
     bucket_bytes: int,
 ) -> Exchanges:
-    stage, graph, axes = found.stages[index], found.local[index], mesh[1:]
+    stage, graph, mesh = found.stages[index], found.local[index], meshes[index]
+    axes = mesh[1:]
     runs = runs_of(graph)
     reached = reached_by_gradients(gradient_roots(analysis.program, stage, graph))
     reduce_dtype = analysis.program.reduce_dtype
@@ -169,7 +170,7 @@ def _of_stage(
             _add(microbatch, operations)
             _add(by_axis.setdefault(axis, {}), operations)
     step: Collectives = {}
-    for (operation, _), count in update_counts(in_order, stage.index, mesh, places, bucket_bytes).items():
+    for (operation, _), count in update_counts(in_order, stage.index, meshes, places, bucket_bytes).items():
         _add(step, {operation: count})
     own = [other for other, place in enumerate(places) if place == places[index]]
     home = [spec for spec in in_order if stage.index in spec.stages and home_of(spec, own) == stage.index]

@@ -232,12 +232,12 @@ class MeshPrices:
         least = min(part.room_bytes for part in parts)
         factors = [least / part.room_bytes if least > 0 else 1.0 for part in parts]
         shape = merged(own, factors)
-        # with one rank of another stage, over the slowest link; UnlikeCandidates.tied_seconds counts what there is
+        # with another stage, over the slowest link; UnlikeCandidates.tied_seconds counts what there is
         link = self._tied_link()
         tied = tuple(
             replace(
                 group,
-                seconds=bucketed_all_reduce_seconds(parts[0].gradient_bytes(group.name, choice), mesh.size + 1, link),
+                seconds=bucketed_all_reduce_seconds(parts[0].gradient_bytes(group.name, choice), 2, link),
             )
             for group in shape.tied
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.analysis import Analysis
-from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.data_prices import held_bytes
 from autopart.message_memory import single_bytes, staying_bytes
@@ -23,6 +22,7 @@ from autopart.solver.stages_parts import TiedGroup
 from autopart.solver.stages_passing import Passing, passing
 from autopart.tensor_choice import TensorChoice
 from autopart.tensor_setting import Setting
+from autopart.tied_sums import tied_seconds
 from autopart.update_memory import at_once, temporaries
 
 
@@ -160,7 +160,9 @@ def priced_parameters(
             continue
         seconds = 0.0
         if price.held.gradient and between is not None:
-            seconds = bucketed_all_reduce_seconds(price.held.gradient * setting.summed, 2, between)
+            copies = 1 if level else setting.dp
+            size = price.sum_bytes * setting.summed / (setting.dp if level else 1)
+            seconds = tied_seconds(size, 2, between, copies, setting.data.link)
         tied.append(TiedGroup(info.name, found, kept + stays, seconds, price.step_end_s))
     # messages take the parameters from the last to the first
     in_order = tuple(sums[info.name] for info in reversed(analysis.program.parameters) if info.name in sums)

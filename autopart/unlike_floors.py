@@ -28,12 +28,14 @@ from typing import Self
 from autopart.candidates import Candidates
 from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.crossing_memory import sent_ahead
+from autopart.device_layout import slowest
 from autopart.device_row import MOST_PARTED, DeviceRow, Run
 from autopart.mesh_prices import ALONE, INSIDE, NETWORK, Mesh, MeshPrices
 from autopart.passes.graph import Value
 from autopart.recomputation import parts_of
 from autopart.runtime.errors import InfeasibleError
 from autopart.runtime.schedule import in_flight
+from autopart.runtime.ties import Copies, copies_in, tied_copies
 from autopart.solver import stages as stage_solver
 from autopart.solver.degrees import UnlikeMeshes
 from autopart.solver.stages_counts import possible_counts
@@ -41,6 +43,7 @@ from autopart.solver.stages_parts import Block, Choice, Cut, Layer, Shape, TiedG
 from autopart.solver.stages_passing import Passing
 from autopart.solver.stages_problem import Slot, StageProblem
 from autopart.step_time import WHOLE_SCHEDULES
+from autopart.tied_sums import tied_seconds
 from autopart.unlike_ends import stages_of, ways_through, with_ends
 
 _LEAST_SUMS = 0.003
@@ -328,17 +331,21 @@ class UnlikeFloors:
 
         meshes, devices: of each stage that has it.
         """
-        cluster = self.candidates.cluster
-        groups = [tuple(rank for ranks in devices for rank in ranks)]
-        if len({(mesh.dp, mesh.axes) for mesh in meshes}) == 1:
-            groups = list(zip(*devices, strict=True))
-        links = [
-            cluster.link(*ranks, senders=len(groups)) if len(ranks) == 2 else cluster.group_link(ranks)
-            for ranks in groups
-        ]
-        return max(
-            bucketed_all_reduce_seconds(size, len(ranks), link) for ranks, link in zip(groups, links, strict=True)
+        cluster, sizes = self.candidates.cluster, [(mesh.dp, *mesh.axes) for mesh in meshes]
+        over = tied_copies(sizes)
+        if over is Copies.NONE:
+            ranks = [rank for own in devices for rank in own]
+            return bucketed_all_reduce_seconds(size, len(ranks), cluster.group_link(ranks))
+        groups = list(zip(*devices, strict=True))
+        between = slowest(
+            [
+                cluster.link(*ranks, senders=len(groups)) if len(ranks) == 2 else cluster.group_link(ranks)
+                for ranks in groups
+            ]
         )
+        apart = math.prod(meshes[0].axes) if over is Copies.REPLICAS else 1  # ranks of a copy lie so many apart
+        among = slowest([cluster.group_link(own[first::apart]) for own in devices for first in range(apart)])
+        return tied_seconds(size, len(meshes), between, copies_in(sizes), among)
 
     @property
     def _tied(self) -> tuple[tuple[int, ...], float]:

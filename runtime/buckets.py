@@ -14,6 +14,7 @@ from typing import TypeVar
 from autopart.runtime.links import dtype_of
 from autopart.runtime.manifest import ParameterSpec
 from autopart.runtime.placement import Placement
+from autopart.runtime.ties import copies_in
 from autopart.runtime.traffic import Operation
 
 BUCKET_BYTES = 25 * 2**20
@@ -124,15 +125,18 @@ def pass_counts(specs: Sequence[ParameterSpec], stage: int, mesh: Mesh, places: 
     return counts
 
 
-def update_counts(specs: Sequence[ParameterSpec], stage: int, mesh: Mesh, places: Sequence[int], limit: int) -> Counts:
+def update_counts(
+    specs: Sequence[ParameterSpec], stage: int, meshes: Sequence[Mesh], places: Sequence[int], limit: int
+) -> Counts:
     """What a rank exchanges once a step for a stage: gradients are summed, updated weights gathered (ZeRO-1, -2).
 
-    Arguments as for :func:`pass_counts`. Parameters of several ranks of the pipeline are summed over these at the end,
-    after a message that says whose gradients exist (one float32 for each). What several stages of one rank share counts
-    for the first.
+    Arguments as for :func:`pass_counts`, meshes: of all stages. Parameters of several ranks of the pipeline are summed
+    over these at the end, after a message that says whose gradients exist (one float32 for each); where these have
+    copies (:mod:`autopart.runtime.ties`) each sums a share, and all are gathered. What several stages of one rank share
+    counts for the first.
     """
     counts: Counts = {}
-    replicas, axes = _split(mesh)
+    replicas, axes = _split(meshes[stage])
     sizes, together = [size for _, size in axes], _together(stage, places)
     if replicas > 1:
         for run in kept_buckets((spec for spec in specs if home_of(spec, together) == stage), sizes, limit):
@@ -148,10 +152,16 @@ def update_counts(specs: Sequence[ParameterSpec], stage: int, mesh: Mesh, places
             tied = [spec for spec in specs if spec.stages == tie and spec.trainable and not spec.buffer]
             _count(counts, "all_reduce", "stage", 4 * len(tied))
             used = [spec for spec in tied if any(map(spec.learns, tie))]
+            copies = copies_in([[size for _, size in meshes[other]] for other in tie])
             for run in tied_buckets(used, replicas, sizes, limit):
-                _count(
-                    counts, "all_reduce", "stage", sum(summed_bytes(spec, _held(spec, replicas, sizes)) for spec in run)
-                )
+                size = sum(summed_bytes(spec, _held(spec, replicas, sizes)) for spec in run)
+                if run[0].zero or copies == 1:
+                    _count(counts, "all_reduce", "stage", size)
+                    continue
+                item = dtype_of(run[0].summed or run[0].dtype).itemsize
+                share = -(-size // item // copies) * item
+                _count(counts, "all_reduce", "stage", share)
+                _count(counts, "all_gather", "dp", share * copies)
     return counts
 
 
@@ -201,9 +211,9 @@ def tied_buckets(
     specs: Iterable[ParameterSpec], replicas: int, sizes: Sequence[int], limit: int
 ) -> list[tuple[ParameterSpec, ...]]:
     """The gradients of parameters of several stages, as they are summed over these: what one rank holds of them."""
-    groups: dict[str, list[tuple[ParameterSpec, int]]] = {}
+    groups: dict[tuple[str, bool], list[tuple[ParameterSpec, int]]] = {}
     for spec in specs:
-        groups.setdefault(spec.dtype, []).append((spec, _held(spec, replicas, sizes)))
+        groups.setdefault((spec.dtype, bool(spec.zero)), []).append((spec, _held(spec, replicas, sizes)))
     return [run for found in groups.values() for run in split_by_bytes(found, limit)]
 
 

@@ -90,6 +90,24 @@ def sum_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
     _reduce_in_place(x, axis, phase, False)
 
 
+def sum_of_copies(message: Tensor, axis: Axis, copies: Axis, phase: Phase) -> Tensor:
+    """The sum of a flat contiguous message ``[n]`` over ``axis``; may be the message itself, which is overwritten.
+
+    copies: ranks that have equal messages, and peers on ``axis`` that have. Each sums a share with its peers, which is
+    all that has to pass between these, and all gather the shares.
+    """
+    if copies.size == 1:
+        sum_in_place(message, axis, phase)
+        return message
+    rest = -message.numel() % copies.size
+    whole = torch.cat([message, message.new_zeros(rest)]) if rest else message
+    share = whole.view(copies.size, -1)[copies.index].clone()
+    sum_in_place(share, axis, phase)
+    copies.traffic.add("all_gather", copies.name, phase, payload(whole))
+    gather_single(whole, share, group=copies.group)
+    return whole[: message.numel()]
+
+
 def max_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
     """Replaces a contiguous tensor by the maximum over the axis, element by element."""
     _reduce_in_place(x, axis, phase, True)

@@ -28,7 +28,7 @@ from autopart.runtime.buckets import (
     tied_buckets,
     ties_of,
 )
-from autopart.runtime.collectives import scatter_message, sum_in_place, sum_message
+from autopart.runtime.collectives import scatter_message, sum_in_place, sum_message, sum_of_copies
 from autopart.runtime.data_weights import Pass, Weights, add_gradient, in_sum_type, summed_beside
 from autopart.runtime.errors import InputError
 from autopart.runtime.flat import FlatShares
@@ -268,7 +268,7 @@ class GradientSums:
         self._arrange()
         for stages, axis in self._ties:
             tied = [spec for spec in self._trained or () if spec.stages == stages]
-            self._reduce_tied(tied, axis, self._mesh.counts_in(stages))
+            self._reduce_tied(tied, axis, self._mesh.copies(stages), self._mesh.counts_in(stages))
 
     def _start_divided(self, bucket: Bucket) -> None:
         """Starts the sum over the tensor axes of gradients that are this rank's shares already."""
@@ -283,10 +283,11 @@ class GradientSums:
         axes = [self._mesh.tensor_axes[position] for position in bucket.partial]
         self._sums.append(_Sum(specs, layout, message, sum_message(message, axes[0], "update"), axes[1:]))
 
-    def _reduce_tied(self, specs: Sequence[ParameterSpec], axis: Axis, counts: bool) -> None:
+    def _reduce_tied(self, specs: Sequence[ParameterSpec], axis: Axis, copies: Axis, counts: bool) -> None:
         """A stage may use a tied parameter without a gradient reaching it, and still needs the others' sum.
 
-        counts: whether this rank's gradients are among those that are added.
+        copies: the ranks of this stage that have equal gradients of parameters that are not divided. counts: whether
+        this rank's gradients are among those that are added.
         """
         if not specs:
             return
@@ -299,7 +300,7 @@ class GradientSums:
             layout = self._layout(run)
             message = layout.message([torch.zeros_like(p) if p.grad is None or not counts else p.grad for p in members])
             message = in_sum_type(message, run[0])
-            sum_in_place(message, axis, "update")
+            message = sum_of_copies(message, axis, Axis(copies.name) if run[0].zero else copies, "update")
             for parameter, gradient in zip(members, layout.shares(message.to(members[0].dtype)), strict=True):
                 parameter.grad = gradient
 

@@ -22,6 +22,7 @@ from autopart.runtime.manifest import Manifest
 from autopart.runtime.placement import Placement
 from autopart.runtime.restarts import restartable, store_of_this_start
 from autopart.runtime.rng import derive_seed, seeded
+from autopart.runtime.ties import Copies, tied_copies
 from autopart.runtime.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -271,6 +272,18 @@ class Mesh:
         """
         return self._ties.get(self._places(stages))
 
+    def copies(self, stages: tuple[int, ...]) -> Axis:
+        """The axis of this rank's peers in its own stage that have equal sums of a parameter tied over ``stages``, as
+        each of the other stages has on as many ranks: replicas, or all ranks where meshes are unlike. Of one rank
+        where stages have unlike numbers of ranks.
+        """
+        if self.tie(stages) is None:
+            return Axis(DATA_AXIS)
+        found = self._copies_over(self._places(stages))
+        if found is Copies.REPLICAS:
+            return self.data
+        return self._own_ranks if found is Copies.RANKS else Axis(DATA_AXIS)
+
     def _places(self, stages: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted({self.place_of[stage] for stage in stages}))
 
@@ -324,7 +337,9 @@ class Mesh:
         """One axis per set of pipeline ranks that share a parameter. All ranks make every group, in the same order."""
         shared = (self._places(spec.stages) for spec in manifest.parameters if not spec.buffer)
         ties: dict[tuple[int, ...], Axis] = {}
-        for places in dict.fromkeys(places for places in shared if len(places) > 1):
+        ties_over = list(dict.fromkeys(places for places in shared if len(places) > 1))
+        self._own_ranks = self._ranks_axis(ties_over)
+        for places in ties_over:
             if self._alike and len(places) == self.pipeline.size:
                 ties[places] = self.pipeline
                 continue
@@ -334,22 +349,35 @@ class Mesh:
                     ties[places] = Axis(STAGE_AXIS, len(ranks), ranks.index(self.rank), group, self.traffic)
         return ties
 
+    def _ranks_axis(self, ties: Sequence[tuple[int, ...]]) -> Axis:
+        """All ranks of this rank's stage, where copies on unlike meshes of as many ranks are summed."""
+        found = Axis(DATA_AXIS)
+        alike = (places for places in ties if self._copies_over(places) is Copies.RANKS)
+        for place in sorted({place for places in alike for place in places}):
+            ranks = list(self.ranks_of(place))
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                found = Axis(DATA_AXIS, len(ranks), ranks.index(self.rank), group, self.traffic)
+        return found
+
+    def _copies_over(self, places: Sequence[int]) -> Copies:
+        return tied_copies([tuple(self._layouts[place].shape) for place in places])
+
     def _tied_ranks(self, places: tuple[int, ...]) -> list[list[int]]:
-        """Ranks that add up a parameter: those with equal coordinates, or all where meshes are unlike."""
+        """Ranks that add up a parameter: those at equal places in their meshes, or all where these have unlike
+        numbers of ranks.
+        """
         layouts = [self._layouts[place] for place in places]
-        if len({layout.shape for layout in layouts}) == 1:
+        if self._copies_over(places) is not Copies.NONE:
             return [list(column) for column in zip(*(layout.flatten().tolist() for layout in layouts), strict=True)]
         return [[rank for place in places for rank in self.ranks_of(place)]]
 
     def counts_in(self, stages: tuple[int, ...]) -> bool:
         """Whether this rank's gradient of a parameter tied over these stages is one of those to be added.
 
-        Of the equal copies on all ranks of an unlike mesh the first counts.
+        Of the equal copies on all ranks of meshes of unlike sizes the first counts.
         """
-        places = self._places(stages)
-        if len({self._layouts[place].shape for place in places}) == 1:
-            return True
-        return not any(self.coordinates)
+        return self._copies_over(self._places(stages)) is not Copies.NONE or not any(self.coordinates)
 
 
 def check_job_size(planned: int) -> None:

@@ -143,7 +143,7 @@ def test_strategies_that_count_what_is_hidden(network: str) -> None:
     """The fastest strategies count all sums, and are not those that take the fewest seconds where some are hidden."""
     loaded = load_model("hf:gpt2?n_layer=2&n_embd=256&n_head=4&seq=64", meta=True)
     analysis = analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
-    candidates = Candidates(analysis, Cluster.parse(f"2x4xA100-40GB@{network}"), 64, "adamw")
+    candidates = Candidates(analysis, Cluster.parse(f"2x4xV100-16GB@{network}"), 64, "adamw")
     plain = Degrees(1, 2, (4,), 1, "1f1b", "none")
     fastest = candidates.choose(plain)
     alone = candidates._evaluate(plain, fastest, math.inf)

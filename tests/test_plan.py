@@ -160,7 +160,7 @@ def edited(change: dict[str, Any], stage_change: dict[str, Any] | None = None, r
         (edited({}, {"blocks": [6, 6]}), "stages[1]: blocks"),
         (edited({}, {"blocks": [6]}), "stages[1]: blocks: expected [first, end]"),
         (edited({}, {"memory_bytes": -1}), "stages[1]: memory_bytes"),
-        (edited({}, {"hidden_s": {"dp": -1}}), "stages[1]: hidden_s['dp']: expected a number of at least 0, found -1"),
+        (edited({}, {"hidden_s": {"dp": -1}}), "stages[1]: hidden_s: expected seconds of at least 0 in all, found -1"),
         (edited({"gap": 5.0}), "gap: a share of step_time_s, at most 1, found 5.0"),
         (edited({}, {"colour": "red"}), "stages[1]: colour: unknown field"),
         (edited({}, {"blocks": [6, 10**15]}), "stages[1]: blocks"),

@@ -69,14 +69,6 @@ def test_bounds_know_what_dividing_tensors_takes() -> None:
     assert plan.gap < 0.1
 
 
-def test_stages_that_sum_a_tied_gradient_may_have_other_meshes_for_it() -> None:
-    """Two pairs of equal meshes share one port; ranks of unlike ones are one ring, which is priced at less."""
-    every, whole = (plan_of("gpt2", CLUSTERS[0], pp=2, tp=tp, warmup=1) for tp in (None, 1))
-    assert [(stage.dp, stage.tp) for stage in whole.stages] == [(2, 1)] * 2
-    assert len({(stage.dp, stage.tp) for stage in every.stages}) == 2
-    assert every.tied_s < 0.9 * whole.tied_s and every.step_time_s < whole.step_time_s
-
-
 @pytest.mark.parametrize(
     ("model", "memory"),
     [("gpt2", 2**31 + 3 * 2**19), ("mixtral", 2**31 + 3 * 2**20), ("gpt2", ROOMY), ("mixtral", ROOMY)],
