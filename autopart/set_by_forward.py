@@ -54,12 +54,17 @@ class SetTensors:
             for path, module in modules
             if not isinstance(module, nn.RNNBase)  # which keep a list of their weights
         ]
+        self._computed = [
+            {getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()} for _, module, _ in self._before
+        ]
 
     def found(self) -> tuple[SetTensor, ...]:
         """Those that have other tensors now."""
         found = []
-        for path, module, before in self._before:
+        for (path, module, before), computed in zip(self._before, self._computed, strict=True):
             for name, value in attributes(module):
+                if name in computed:  # a weight that weight_norm or spectral_norm makes of others
+                    continue
                 known = {id(item) for item in before.get(name, ())}
                 new = [item for item in _items(value) if isinstance(item, Tensor) and id(item) not in known]
                 if new:

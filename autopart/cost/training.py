@@ -213,8 +213,9 @@ def _stages(model: Gpt, cluster: Cluster, layout: Layout, device: Device) -> lis
 class _Exchanges:
     """What a stage waits for of exchanges among tensor ranks and ranks of a sequence.
 
-    reduce_s: of an all-reduce over the tensor axis. keys_s: of a layer's keys and values on their way around the ranks
-    of a sequence, forward; back their gradients go with them. forwards: of a microbatch, what runs again among them.
+    reduce_s: of an all-reduce over the tensor axis, or of a reduce-scatter and an all-gather. keys_s: of a layer's keys
+    and values on their way around the ranks of a sequence, forward; back their gradients go with them. forwards: of a
+    microbatch, what runs again among them.
     """
 
     style: Style
@@ -230,7 +231,9 @@ class _Exchanges:
         if layout.cp > 1:
             keys = 2 * _HALF * rows * model.kv_width / min(layout.tp, model.kv_heads)
             keys_s = (layout.cp - 1) * send_seconds(keys, cluster.group_link(sequence))
-        reduce_s = all_reduce_seconds(_HALF * rows * model.width, layout.tp, cluster.group_link(tensor))
+        sent = _HALF * rows * model.width, layout.tp, cluster.group_link(tensor)
+        apart = layout.style.sequence_parallel or layout.style.tensor_overlap
+        reduce_s = reduce_scatter_seconds(*sent) + all_gather_seconds(*sent) if apart else all_reduce_seconds(*sent)
         return cls(layout.style, reduce_s, keys_s, 2 if layout.recompute == "full" else 1)
 
     def of_layer(self, part: Part) -> float:
