@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 
 from autopart.runtime.errors import NotHereError
 from autopart.runtime.not_returned import NotReturned
@@ -34,12 +34,14 @@ def without_new_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
 class SetTensor:
     """An attribute that forward sets to a tensor, or to a list or dict with one.
 
-    path: of its module. with_gradient: a loss can go back through it.
+    path: of its module. with_gradient: a loss can go back through it. is_table: it is of sizes that are the same for
+    every batch, as what a forward makes once and keeps.
     """
 
     path: str
     name: str
     with_gradient: bool
+    is_table: bool
 
     def __str__(self) -> str:
         return dotted(self.path, self.name)
@@ -68,8 +70,13 @@ class SetTensors:
                 known = {id(item) for item in before.get(name, ())}
                 new = [item for item in _items(value) if isinstance(item, Tensor) and id(item) not in known]
                 if new:
-                    found.append(SetTensor(path, name, any(item.requires_grad for item in new)))
+                    learned = any(item.requires_grad for item in new)
+                    found.append(SetTensor(path, name, learned, not learned and all(map(_is_table, new))))
         return tuple(found)
+
+
+def _is_table(tensor: Tensor) -> bool:
+    return tensor.dim() > 0 and not any(isinstance(size, SymInt) for size in tensor.shape)
 
 
 def note_on_tensors(found: Sequence[SetTensor]) -> str:

@@ -129,8 +129,8 @@ def capture(
         program.synced_norms = synced_norms(model)
         program.set_attributes = flat.returned.attributes
         program.notes = (*program.notes, *own.notes(), *map(note_on_draws, drawn))
-        if learned := [item for item in program.set_attributes if item.with_gradient]:  # others are tables
-            program.notes = (*program.notes, note_on_tensors(learned))
+        if told := [item for item in program.set_attributes if not item.is_table]:
+            program.notes = (*program.notes, note_on_tensors(told))
         return program
 
     program = settle(trace, named, dims, batch)
