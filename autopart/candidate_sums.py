@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopart.candidate_layers import CandidateLayers
-from autopart.cost.communication import bucketed_all_reduce_seconds
 from autopart.cost.devices import Link
 from autopart.late_sums import LateSums, late_sums
 from autopart.passes.graph import Value
@@ -66,9 +65,11 @@ class CandidateSums(CandidateLayers):
         return self._free[samples]
 
     def sum_seconds(self, config: Degrees) -> float:
-        """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights."""
-        sent = self.trained_bytes * self.summed
-        return bucketed_all_reduce_seconds(sent, config.dp, self.layout.data_link(config))
+        """Of gradients' sums those over replicas, which start during the last backward, at most: of whole weights, or
+        of such that are divided, where switches add up whole ones in less than it takes to scatter them.
+        """
+        data = self.data(config)
+        return max(data.sum_seconds(self.trained_bytes, level) for level in (0, 1))
 
     def block_seconds(self, config: Degrees) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Of each block, forward and backward, shared perfectly."""
@@ -98,17 +99,19 @@ class CandidateSums(CandidateLayers):
 
     def byte_seconds(self, config: Degrees) -> float:
         """Of a byte of all weights, to sum its gradient over replicas where tensor axes divide it."""
-        return self.sum_seconds(config) / (self.trained_bytes or 1) / config.tp
+        return self.data(config).sum_seconds(self.trained_bytes, 0) / (self.trained_bytes or 1) / config.tp
 
     def late_byte_seconds(self, config: Degrees, divided: bool | None = None) -> float:
-        """The same of what is summed when its gradient is made: of weights that are divided a reduce-scatter.
+        """The same of what is summed when its gradient is made: of weights that are divided a reduce-scatter, if that
+        takes less.
 
         divided: whether they are; None: at best.
         """
         found, data = self.byte_seconds(config), self.data(config)
         if not found or not (self._divides(config) or self.zero if divided is None else divided):
             return found
-        return found * data.sum_seconds(self.trained_bytes, 1) / data.sum_seconds(self.trained_bytes, 0)
+        scattered = data.sum_seconds(self.trained_bytes, 1) / data.sum_seconds(self.trained_bytes, 0)
+        return found * min(1.0, scattered)  # some cannot be divided
 
     def last_microbatch(self, config: Degrees, divided: bool | None = None) -> tuple[float, int]:
         """Seconds of the last microbatch and of sums of gradients in one stage, at least, and the block that says so.

@@ -157,7 +157,8 @@ def _stored(builder: Builder, op: Op, nodes: Sequence[fx.Node], late: float, ear
         for placement, axis in zip(placements, setting.axes, strict=True):
             if placement == BROADCAST:
                 end += bucketed_all_reduce_seconds(held * share * setting.summed, axis.parts, axis.link)
-        ends = len(nodes) * end + late * setting.data.sum_seconds(held, 1 if divides else 0)
+        summed = min(setting.data.sum_seconds(held, level) for level in ((0, 1) if divides else (0,)))
+        ends = len(nodes) * end + late * summed
         adding = setting.prices.adding_seconds(held * share, setting.microbatches)
         return ends / setting.microbatches + adding * (len(nodes) - early / setting.microbatches)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from autopart.analysis import Analysis, analyze
 from autopart.cluster import Cluster
@@ -17,6 +19,7 @@ from autopart.planner import make_plan
 from autopart.runtime.errors import PlanError
 from autopart.solver.search_space import NotBetter
 from autopart.tracing import capture
+from clusters import ideal
 from families import family
 
 DEGREES = [
@@ -84,3 +87,31 @@ def test_bounds_know_what_tied_gradients_take_over_a_network() -> None:
     analysis = analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
     plan = make_plan(analysis.program, Cluster.parse("2x4xRTX-3090@Ethernet-10"), analysis=analysis, batch=32)
     assert plan.gap < 0.08
+
+
+class Odd(nn.Module):
+    """Sizes that no replicas divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+def test_whole_gradients_may_be_summed_in_less_than_it_takes_to_scatter_them(
+    pp: int, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In switches, which scatter nothing, and of parameters that are whole whatever the level."""
+    (node,) = ideal(8, bandwidth=1e6).nodes
+    cluster = Cluster((replace(node, inside=replace(node.inside, switch_sums=1.0, efficiency=0.3)),))
+    analysis = analyze(capture(Odd(), (), {"x": torch.randn(8, 7)}))
+    found: list[float] = []
+    keep_bounds(found, monkeypatch)
+    degrees: dict[str, Any] = {"pp": pp, "dp": 4, "tp": tp, "microbatches": 1, "zero": 1}
+    plan = make_plan(analysis.program, cluster, analysis=analysis, batch=8, **degrees)
+    assert max(found) <= plan.step_time_s * (1 + 1e-9)
