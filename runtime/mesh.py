@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import math
 import os
 import sys
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 # torch 2.13 renamed this; 2.11 knows the old name alone.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Groups number their ranks in rising order unless this says otherwise, which older versions of torch know nothing of.
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 DATA_AXIS = "dp"
 STAGE_AXIS = "stage"
@@ -217,24 +221,34 @@ class Mesh:
         """The pipeline's axis and the stages', of one mesh."""
         names = (STAGE_AXIS, *names)
         layout = torch.stack(self._layouts)
-        mesh = DeviceMesh(self.device.type, layout, mesh_dim_names=tuple(names)) if self.world_size > 1 else None
         position = (self.place_of[self.stages[0]], *self.coordinates)
+        groups: dict[int, dist.ProcessGroup] = {}
+        if any((layout.diff(dim=dim) < 0).any() for dim in range(layout.dim())):  # DeviceMesh would sort each group
+            groups = self._groups_in(layout)
+        elif self.world_size > 1:
+            mesh = DeviceMesh(self.device.type, layout, mesh_dim_names=names)
+            groups = {dim: mesh.get_group(name) for dim, name in enumerate(names) if layout.size(dim) > 1}
         return [
-            Axis(name, size, index, mesh.get_group(name) if mesh is not None and size > 1 else None, self.traffic)
-            for name, size, index in zip(names, layout.shape, position, strict=True)
+            Axis(name, size, index, groups.get(dim), self.traffic)
+            for dim, (name, size, index) in enumerate(zip(names, layout.shape, position, strict=True))
         ]
+
+    def _groups_in(self, layout: torch.Tensor) -> dict[int, dist.ProcessGroup]:
+        """This rank's groups by dim, if it is in there. Every rank makes every group, in the same order."""
+        groups: dict[int, dist.ProcessGroup] = {}
+        for dim, size in enumerate(layout.shape):
+            for ranks in layout.movedim(dim, -1).reshape(-1, size).tolist() if size > 1 else ():
+                group = _group_of(ranks)
+                if self.rank in ranks:
+                    groups[dim] = group
+        return groups
 
     def _own_axes(self, names: Sequence[str]) -> list[Axis]:
         """The same for stages of unlike meshes; no rank corresponds to one of another stage."""
         axes = [Axis(STAGE_AXIS, len(self._layouts), self.place_of[self.stages[0]], None, self.traffic)]
         groups: dict[int, dist.ProcessGroup] = {}
         for layout in self._layouts:
-            for dim, size in enumerate(layout.shape):
-                # every rank makes every group, in the same order
-                for ranks in layout.movedim(dim, -1).reshape(-1, size).tolist() if size > 1 else ():
-                    group = dist.new_group(ranks)
-                    if self.rank in ranks:
-                        groups[dim] = group
+            groups |= self._groups_in(layout)
         shape = self._layouts[axes[0].index].shape
         for dim, (name, size, index) in enumerate(zip(names, shape, self.coordinates, strict=True)):
             axes.append(Axis(name, size, index, groups.get(dim), self.traffic))
@@ -355,7 +369,7 @@ class Mesh:
         alike = (places for places in ties if self._copies_over(places) is Copies.RANKS)
         for place in sorted({place for places in alike for place in places}):
             ranks = list(self.ranks_of(place))
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            group = _group_of(ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
                 found = Axis(DATA_AXIS, len(ranks), ranks.index(self.rank), group, self.traffic)
         return found
@@ -378,6 +392,21 @@ class Mesh:
         Of the equal copies on all ranks of meshes of unlike sizes the first counts.
         """
         return self._copies_over(self._places(stages)) is not Copies.NONE or not any(self.coordinates)
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """A group in which ranks are numbered in this order, as gathers lay out what they have, and broadcasts name them.
+
+    Raises PlanError where torch can only number them in rising order.
+    """
+    if ranks == sorted(ranks):
+        return dist.new_group(ranks)
+    if not _KEEPS_ORDER:
+        raise PlanError(
+            f"the plan has the devices {ranks} in this order, which takes a newer torch than {torch.__version__}; "
+            "plan with meshes=equal (--meshes equal), whose devices are in rising order"
+        )
+    return dist.new_group(ranks, sort_ranks=False)
 
 
 def check_job_size(planned: int) -> None:
