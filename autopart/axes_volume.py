@@ -24,7 +24,12 @@ from torch import fx
 from autopart.candidate_sums import Product
 from autopart.candidates import Candidates
 from autopart.conversion_prices import TensorAxis
-from autopart.cost.communication import all_gather_seconds, bucketed_all_reduce_seconds, reduce_scatter_seconds
+from autopart.cost.communication import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    bucketed_all_reduce_seconds,
+    reduce_scatter_seconds,
+)
 from autopart.passes import graph as graphs
 from autopart.passes.graph import Value
 from autopart.scheme_choices import weight_of
@@ -96,8 +101,9 @@ def gathered_bytes(candidates: Candidates) -> float:
 
 
 def _moved_seconds(size: float, axis: TensorAxis) -> float:
-    """Of gathering a tensor of so many bytes over an axis, and of scattering its summed gradient."""
-    return all_gather_seconds(size, axis.parts, axis.link) + reduce_scatter_seconds(size, axis.parts, axis.link)
+    """Of gathering a tensor of so many bytes over an axis and of scattering its summed gradient, or of a sum alone."""
+    moved = size, axis.parts, axis.link
+    return min(all_gather_seconds(*moved) + reduce_scatter_seconds(*moved), all_reduce_seconds(*moved))
 
 
 def _products(candidates: Candidates, samples: int) -> Sequence[Product]:

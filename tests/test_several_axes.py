@@ -134,6 +134,11 @@ def test_the_least_exchange_of_a_product() -> None:
     assert exchanged(16) == pytest.approx(2 * 15 / 16 / efficiency, rel=1e-6)
     assert exchanged(4, 4) == pytest.approx(2 * 2 * (3 / 4) / 4 / efficiency, rel=1e-6)
     assert exchanged(4, 2, 2) == pytest.approx(2 * ((3 / 4) / 4 + 2 * (1 / 2) / 8) / efficiency, rel=1e-6)
+    (node,) = ideal(16, bandwidth=1.0).nodes
+    summing = Cluster((replace(node, inside=replace(node.inside, switch_sums=0.5)),))
+    candidates = Candidates(analysis, summing, 1, "adamw")
+    operand = least_exchange_seconds(candidates, Degrees(1, 1, (16,), 1, "1f1b", "none"), by_rows=False)
+    assert operand / (products * size) == pytest.approx(1 / 0.5, rel=1e-3)  # copied, its gradient summed in switches
 
 
 def test_factorings_that_were_not_searched_are_said_and_bounded() -> None:
