@@ -104,8 +104,13 @@ def sum_of_copies(message: Tensor, axis: Axis, copies: Axis, phase: Phase) -> Te
     share = whole.view(copies.size, -1)[copies.index].clone()
     sum_in_place(share, axis, phase)
     copies.traffic.add("all_gather", copies.name, phase, payload(whole))
-    gather_single(whole, share, group=copies.group)
+    gather_single(_as_real(whole), _as_real(share), group=copies.group)
     return whole[: message.numel()]
+
+
+def _as_real(flat: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, as torch sums them by itself: NCCL knows no others, and gathers none."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def max_in_place(x: Tensor, axis: Axis, phase: Phase) -> None:
