@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # torch 2.13 renamed this; 2.11 knows the old name alone.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Groups number their ranks in rising order unless this says otherwise, which older versions of torch know nothing of.
+# Groups number their ranks in rising order unless this says otherwise, which torch 2.11 knows nothing of.
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 DATA_AXIS = "dp"
@@ -395,18 +395,26 @@ class Mesh:
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:
-    """A group in which ranks are numbered in this order, as gathers lay out what they have, and broadcasts name them.
-
-    Raises PlanError where torch can only number them in rising order.
-    """
+    """A group in which ranks are numbered in this order, as gathers lay out what they have and broadcasts name them."""
     if ranks == sorted(ranks):
         return dist.new_group(ranks)
-    if not _KEEPS_ORDER:
-        raise PlanError(
-            f"the plan has the devices {ranks} in this order, which takes a newer torch than {torch.__version__}; "
-            "plan with meshes=equal (--meshes equal), whose devices are in rising order"
-        )
-    return dist.new_group(ranks, sort_ranks=False)
+    if _KEEPS_ORDER:
+        return dist.new_group(ranks, sort_ranks=False)
+    return dist.new_group([_Placed(rank, place) for place, rank in enumerate(ranks)])
+
+
+class _Placed(int):
+    """A rank that is sorted by its place in a group, for a torch that sorts them."""
+
+    place: int
+
+    def __new__(cls, rank: int, place: int) -> _Placed:
+        made = super().__new__(cls, rank)
+        made.place = place
+        return made
+
+    def __lt__(self, other: int) -> bool:
+        return self.place < other.place if isinstance(other, _Placed) else int(self) < other
 
 
 def check_job_size(planned: int) -> None:
