@@ -260,3 +260,15 @@ def test_what_an_order_is() -> None:
         realize(subject.program, backward, analysis)
     with pytest.raises(PlanError, match="no division into stages has"):
         read_pins(analysis, stages={"left.3": 0, "left.0": 1})
+
+
+def test_all_positions_are_taken_of_layers_with_two_short_branches() -> None:
+    """Of n layers with a block before two that read it and one behind these there are 5 n + 1, of 4 n blocks."""
+    layers = 100
+    edges = [
+        (4 * layer + source, 4 * layer + target)
+        for layer in range(layers)
+        for source, target in ((0, 1), (0, 2), (1, 3), (2, 3), *([(3, 4)] if layer + 1 < layers else []))
+    ]
+    found, complete = positions(4 * layers, edges)
+    assert complete and len(found) == 5 * layers + 1

@@ -35,8 +35,8 @@ def positions(
     for source, target in edges:
         assert source < target, f"blocks are numbered in an order of the graph: {source} -> {target}"
         needs[target] |= 1 << source
-    # of a chain there are little more than blocks
-    found = _ideals(needs, max(most, count * 5 // 4))
+    # of a chain there are as many as blocks and one; where two short branches lie in each layer, half as many more
+    found = _ideals(needs, max(most, count * 3 // 2))
     complete = found is not None
     if found is None:
         found = _coarse(needs, weights or [1.0] * count, sent or {}, most // 2)
