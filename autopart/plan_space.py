@@ -194,6 +194,12 @@ class PlanSpace(Space[Config, AnyAnswer]):
     def rules_out(self, config: Config, below: float) -> bool:
         return isinstance(config, Degrees) and self.candidates.surely_takes(config, below)
 
+    def shared_bound(self, config: Config, below: float) -> float:
+        # where devices are unlike, bounds of all that are left were refined
+        return (
+            0.0 if isinstance(config, Degrees) or not self._alike_devices else self.unlike.counts_bound(config, below)
+        )
+
     def tighten(self, config: Config, below: float) -> float:
         if isinstance(config, Degrees):
             return self.candidates.last_floor(config, below)

@@ -235,11 +235,21 @@ class UnlikeFloors:
             self._least[key] = found, below
         return found
 
-    def _least_seconds(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> float:
-        # of positions that are left out the solver's bound says nothing
+    def counts_bound(self, config: UnlikeMeshes, below: float) -> float:
+        """A lower bound that all numbers of stages share. below: seconds up to which it is sought."""
+        if config.pp == 1 or not self._is_bounded(config):
+            return 0.0
+        faster = self.candidates.faster(config)
+        return self._least_of_counts(config, below * faster, sought=True) / faster
+
+    def _is_bounded(self, config: UnlikeMeshes) -> bool:
+        """Whether the stage solver's bounds hold: of positions that are left out they say nothing."""
         every = self.candidates.positions
         whole = every.complete and len(self.prices.positions) == len(every.sets)
-        if config.schedule not in WHOLE_SCHEDULES or not whole:
+        return whole and config.schedule in WHOLE_SCHEDULES
+
+    def _least_seconds(self, config: UnlikeMeshes, levels: Sequence[int], below: float) -> float:
+        if not self._is_bounded(config):
             return 0.0
         faster = self.candidates.faster(config)
         if config.pp > 1 and below < math.inf:

@@ -455,6 +455,27 @@ def test_the_last_to_be_tried_are_those_of_the_smallest_bounds() -> None:
     assert (found(9, 9), asked) == ((6.0, 6.0), [1, 3, 2])
 
 
+def test_those_left_untried_have_the_bound_that_they_share() -> None:
+    """Not those that are known to be no better, nor those that were tried."""
+    asked: list[tuple[int, float]] = []
+
+    def shared_bound(config: Degrees, below: float) -> float:
+        asked.append((config.microbatches, below))
+        return 7.0
+
+    result = searched(
+        configs(5),
+        lambda config, below: Evaluation(None, 10.0, 9.0),
+        lambda config: {2: 4.0, 3: 8.0, 4: 5.0, 5: 11.0}.get(config.microbatches, 3.0),
+        expected=lambda config, floor: float(config.microbatches),
+        shared_bound=shared_bound,
+        most=1,
+    )
+    assert sorted(asked) == [(2, 10.0), (3, 10.0), (4, 10.0)]
+    assert result.bound == 7.0
+    assert {item.config.microbatches: item.seconds for item in result.considered}[3] == 8.0
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_what_surely_does_not_fit_is_evaluated_for_what_it_lacks_alone(fits: bool) -> None:
     """And then only those that lack least."""

@@ -88,11 +88,13 @@ def test_ends_that_sum_a_tied_gradient_in_less(name: str, monkeypatch: pytest.Mo
     [("gpt2", 2**31 + 3 * 2**19), ("mixtral", 2**31 + 3 * 2**20), ("gpt2", ROOMY), ("mixtral", ROOMY)],
 )
 def test_what_is_known_before_an_evaluation_is_no_more_than_it_takes(model: str, memory: int) -> None:
-    """Whatever levels of ZeRO are chosen; where it is as much as is asked for, nothing is solved."""
+    """Whatever levels of ZeRO are chosen, nor is what all numbers of stages share; where it is as much as is asked for,
+    nothing is solved.
+    """
     _, analysis = subject_of(model)
     cluster = unlike((2, 1.0, memory), (2, 2.0, memory))
     found = UnlikeCandidates(MeshPrices(Candidates(analysis, cluster, 8, "adamw", zero=None)))
-    raised = tight = 0
+    raised = tight = shared = 0
     for config in (UnlikeMeshes(stages, 2, "1f1b", again) for stages in (1, 2, 3) for again in ("none", "auto")):
         try:
             evaluation = found.evaluate(config)
@@ -101,11 +103,14 @@ def test_what_is_known_before_an_evaluation_is_no_more_than_it_takes(model: str,
         known = found.refined(config, 2 * evaluation.objective)
         assert found.lower_bound(config) <= known <= evaluation.objective
         raised += known > 1.01 * found.lower_bound(config)
+        of_all = found.counts_bound(config, 2 * evaluation.objective)
+        assert of_all <= evaluation.objective
+        shared += of_all > 1.01 * found.lower_bound(config)
         tight += evaluation.answer.is_tight
         with pytest.raises(NotBetter) as caught:
             found.evaluate(config, 0.99 * known)
         assert 0.99 * known <= caught.value.bound <= evaluation.objective
-    assert raised >= 4 and (tight >= 2) == (memory < ROOMY)
+    assert raised >= 4 and shared >= 2 and (tight >= 2) == (memory < ROOMY)
 
 
 def test_levels_of_meshes_with_tensor_axes_are_bounded_by_themselves() -> None:

@@ -209,6 +209,9 @@ class _Search(Generic[Candidate, Answer]):
 
     def narrow(self) -> None:
         """Tightens the smallest bounds, and evaluates what was left untried and still may be the fastest."""
+        for item in self.possible():
+            if item.outcome is None and item.bound < self.limit(item.config):
+                item.know(self.space.shared_bound(item.config, self.most_seconds()))
         tightened, last = 0, 0.0
         while possible := self.possible():
             lowest = min(possible, key=lambda item: item.bound)

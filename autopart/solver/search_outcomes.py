@@ -67,8 +67,12 @@ class Seen(Generic[Candidate, Answer]):
         self.bound = max(self.bound, self.floor)
 
     def tighten(self, seconds: float) -> None:
-        """Takes a better bound."""
+        """Takes the best bound that there is."""
         self.tightened = True
+        self.know(seconds)
+
+    def know(self, seconds: float) -> None:
+        """Takes a better bound."""
         self.bound = max(self.bound, seconds)
         if self.outcome is None:
             self.floor = self.bound

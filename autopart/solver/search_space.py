@@ -74,6 +74,10 @@ class Space(abc.ABC, Generic[Candidate, Answer]):
         """Whether it surely takes ``below`` seconds; asked of each that comes next, once something fits."""
         return False
 
+    def shared_bound(self, config: Candidate, below: float) -> float:
+        """A better bound that many candidates share, so that it takes little of each; asked of those left untried."""
+        return 0.0
+
     def tighten(self, config: Candidate, below: float) -> float:
         """A bound that takes longer, for those whose bound is the smallest in the end."""
         return 0.0
