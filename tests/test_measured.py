@@ -39,11 +39,11 @@ def test_tables_of_that_form(name: str) -> None:
     assert found.rank_correlation is not None and found.rank_correlation >= 0.95
 
 
-@pytest.mark.parametrize("name", ["megatron_deepspeed", "nemo_gb200"])
-def test_runs_of_another_engine_or_device_are_kept_beside(name: str) -> None:
+@pytest.mark.parametrize(("name", "error"), [("megatron_deepspeed", 0.2), ("nemo_gb200", 0.05)])
+def test_runs_of_another_engine_or_device_are_kept_beside(name: str, error: float) -> None:
     """Priced as Megatron-LM would run them, on B200; docs/cost-model.md says how far off that is."""
     found = summarize(name, validate(read_measurements(published_text(name).splitlines(), name, f"{name}.csv")))
-    assert found.error < 0.2 and found.rank_correlation == 1.0
+    assert found.error < error and found.rank_correlation == 1.0
 
 
 @pytest.mark.parametrize(

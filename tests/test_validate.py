@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 from math import ceil, gcd
 from random import Random
+from statistics import median
 
 import pytest
 
@@ -118,8 +119,25 @@ def test_the_devices_file_holds_nothing_else() -> None:
         assert set(table) <= {"bandwidth", "latency_s", "sum_latency_s", "efficiency", "direct", "switch_sums"}, name
         family = {entry.get("efficiency") for key, entry in data["links"].items() if key[:4] == name[:4]}
         assert len(family) == 1, name
-    for alike in (("A100-40GB", "A100-80GB", "RTX-5000-Ada"), ("H100", "H200", "B200")):
+    for alike in (("A100-40GB", "A100-80GB", "RTX-5000-Ada"), ("H100", "H200")):
         assert len({device(name).contraction for name in alike}) == 1
+
+
+def test_share_of_a_b200_is_that_of_its_products() -> None:
+    """Forward and of inputs' gradients, each by itself; weights' gradients were added to a sum besides."""
+    b200, rows = device("B200"), read_table("b200_products")
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        product = Product.contiguous(*(int(row[name]) for name in "mnk"))
+        measured = product.flops / b200.peak("bfloat16") / float(row["share"])
+        # Seconds are affine in the share's inverse as long as the same tiles are the best: these two steps find it.
+        share = b200.contraction
+        for _ in range(8):
+            share *= product_seconds(replace(b200, contraction=share), product, "bfloat16") / measured
+        shares.setdefault(row["layout"], []).append(share)
+    assert len(rows) == 120 and set(shares) == {"TN", "NN", "NT"}
+    assert median(shares["TN"] + shares["NN"]) == pytest.approx(b200.contraction, abs=0.01)
+    assert median(shares["NT"]) < 0.95 * b200.contraction
 
 
 # -- matrix products ------------------------------------------------------------------------------------------------
