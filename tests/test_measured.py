@@ -55,6 +55,7 @@ def test_runs_of_another_engine_or_device_are_kept_beside(name: str, error: floa
         ("dlperf_gpt", 18, 0.11, 0.98),
         ("libai", 22, 0.1, 0.98),
         ("a100_engines", 10, 0.08, 0.98),
+        ("simumax_b200", 31, 0.15, 0.98),
     ],
 )
 def test_tables_that_were_looked_for_later(name: str, count: int, error: float, correlation: float) -> None:
