@@ -1,10 +1,12 @@
-"""The planner's prices against measured steps of BERT-base on one V100 and replicas of it, in float32 and float16.
+"""The planner's prices against measured steps of BERT on one GPU and on replicas of it, in float32 and float16.
 
     python benchmarks/published_bert.py [--only TEXT] [--json]
 
-The rows of ``autopart/cost/published/dlperf_bert.csv``, nodes of eight V100 with one port of 100 Gb/s: transformers'
-BERT with attention in single ops, captured without weights and priced by ``make_plan`` as so many replicas. Nothing was
-fitted to them. Gradients' sums pass beside the backward here, as the runtime sends them; there they came after it.
+The rows of ``autopart/cost/published/dlperf_bert.csv``, BERT-base on nodes of eight V100 with one port of 100 Gb/s, of
+``nvidia_bert.csv``, BERT-large on up to 16 V100 of one node, and of ``lambda_bert.csv``, fine-tuning on one GPU of
+seven kinds: all NVIDIA's BERT, of 2019 to 2023. Priced is transformers' with attention in single ops, captured without
+weights, by ``make_plan`` as so many replicas; its vocabulary is padded to 30,528 as there. Nothing was fitted to them.
+Gradients' sums pass beside the backward here, as the runtime sends them; in DLPerf's runs they came after it.
 """
 
 from __future__ import annotations
@@ -23,16 +25,26 @@ from autopart.planner import make_plan
 from autopart.tracing import capture
 from autopart.what_if import Change
 
-TABLE = "dlperf_bert"
-MODEL = "hf:bert?seq=128&attn_implementation=eager"
+HEADS = {"dlperf_bert": "masked-lm", "nvidia_bert": "masked-lm", "lambda_bert": "token-classification&num_labels=2"}
+"""Of each table; answers in a text are two numbers for each token, where they begin and end."""
+SIZES = {
+    "base": "",
+    "large": "&num_hidden_layers=24&hidden_size=1024&num_attention_heads=16&intermediate_size=4096",
+}
 DEVICE, PORT, NODE = "V100-16GB", "InfiniBand-100", 8
+"""Of DLPerf's."""
+COLUMNS = ("device", "model", "dtype", "sequence", "gpus", "samples")
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A row. samples: of one replica."""
+    """A row. samples: of a microbatch on one replica. Seconds of a microbatch."""
 
+    table: str
+    device: str
+    model: str
     dtype: str
+    sequence: int
     gpus: int
     samples: int
     measured_s: float
@@ -40,37 +52,53 @@ class Priced:
 
 
 @functools.cache
-def analysis_of(dtype: str) -> Analysis:
-    loaded = load_model(MODEL, meta=True, dtype=getattr(torch, dtype))
+def analysis_of(table: str, model: str, dtype: str, sequence: int) -> Analysis:
+    spec = f"hf:bert?seq={sequence}&attn_implementation=eager&vocab_size=30528&task={HEADS[table]}{SIZES[model]}"
+    loaded = load_model(spec, meta=True, dtype=getattr(torch, dtype))
     return analyze(capture(loaded.model, loaded.args, loaded.kwargs, check_eval=False))
 
 
-def priced(row: dict[str, str]) -> Priced:
-    gpus, samples, analysis = int(row["gpus"]), int(row["samples"]), analysis_of(row["dtype"])
-    nodes = f"{gpus // NODE}x{NODE}x{DEVICE}@{PORT}" if gpus > NODE else f"{gpus}x{DEVICE}"
+def priced(table: str, row: dict[str, str]) -> Priced:
+    gpus, samples, microbatches = int(row["gpus"]), int(row["samples"]), int(row.get("microbatches", 1))
+    device, model, sequence = row.get("device", DEVICE), row.get("model", "base"), int(row.get("sequence", 128))
+    analysis = analysis_of(table, model, row["dtype"], sequence)
+    apart = table == "dlperf_bert" and gpus > NODE
     plan = make_plan(
         analysis.program,
-        Change(memory=4.0).applied(Cluster.parse(nodes)),
+        Change(memory=8.0).applied(
+            Cluster.parse(f"{gpus // NODE}x{NODE}x{device}@{PORT}" if apart else f"{gpus}x{device}")
+        ),
         analysis=analysis,
-        batch=gpus * samples,
+        batch=gpus * samples * microbatches,
         pp=1,
         dp=gpus,
         tp=1,
-        microbatches=1,
+        microbatches=microbatches,
         recompute="none",
         meshes="equal",
         zero=0,
     )
-    return Priced(row["dtype"], gpus, samples, gpus * samples / float(row["samples_per_s"]), plan.step_time_s)
+    return Priced(
+        *(table, device, model, row["dtype"], sequence, gpus, samples),
+        *(gpus * samples / float(row["samples_per_s"]), plan.step_time_s / microbatches),
+    )
 
 
 def report(rows: list[Priced]) -> None:
-    published_rows.table_of_steps(rows, ("dtype", "gpus", "samples"))
+    for table in dict.fromkeys(row.table for row in rows):
+        print(f"{table}\n")
+        published_rows.table_of_steps([row for row in rows if row.table == table], COLUMNS)
+        print()
 
 
 def main() -> None:
-    options = published_rows.parser(__doc__, "dtype").parse_args()
-    rows = [priced(row) for row in read_table(TABLE) if options.only in row["dtype"]]
+    options = published_rows.parser(__doc__, "table, device and dtype, as lambda_bert H100 float16,").parse_args()
+    rows = [
+        priced(table, row)
+        for table in HEADS
+        for row in read_table(table)
+        if options.only in f"{table} {row.get('device', DEVICE)} {row['dtype']}"
+    ]
     published_rows.show(rows, options.json, report)
 
 
