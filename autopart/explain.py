@@ -10,6 +10,8 @@ from autopart.breakdown import Breakdown, break_down, columns
 from autopart.cluster import Cluster
 from autopart.plan import Plan
 from autopart.plan_checks import SCHEDULES
+from autopart.predict import simulate_plan
+from autopart.report.units import format_apart
 from autopart.what_if import changed_as, cluster_named
 
 _OUTCOMES = {"step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "notes", "considered", "tied_s"}
@@ -27,6 +29,8 @@ _STAGE_OUTCOMES |= {
 }
 _PLACES = {"device", "devices"}
 """What says where a stage lies."""
+_ROUNDED = 1e-6
+"""Of a step's seconds: what files with fewer digits may leave of differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,19 @@ def numbers_notes(plans: Sequence[Plan], clusters: Sequence[Cluster | None]) -> 
         f"the numbers of {name} at hand, by which collectives are priced here, are not those that the plan was made "
         "with; give the file that has those with --cluster, or plan again"
         for name in names
+    ]
+
+
+def edited_notes(plan: Plan) -> list[str]:
+    """What to tell of a plan whose step time is not that of its own stages and schedule, as where it was edited."""
+    taken = simulate_plan(plan).makespan_s + plan.tied_s
+    if not plan.step_time_s or not taken or abs(plan.step_time_s - taken) <= _ROUNDED * taken:
+        return []
+    stated, own = format_apart(plan.step_time_s, taken)
+    return [
+        f"the step time in the file, {stated}, is not that of its stages under its schedule, {own}, as where it was "
+        "edited: bound, gap and memory may be those of another plan too; 'autopart plan' with these decisions given "
+        "prices them"
     ]
 
 

@@ -53,6 +53,21 @@ def plan_file(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("command", ["show", "explain", "compare"])
+def test_an_edited_plan_whose_step_time_is_stale_is_told_of(
+    command: str, plan: Plan, plan_file: Path, cluster_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited = tmp_path / "edited.json"
+    replace(plan, microbatches=2 * plan.microbatches).save(edited)
+    more = {"show": [], "explain": ["--cluster", cluster_file], "compare": [str(plan_file), "--cluster", cluster_file]}
+    for path in (plan_file, edited):
+        assert main([command, str(path), *more[command], "--json"]) == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert any("is not that of its stages" in note for note in notes) == (path == edited)
+        assert main([command, str(path), *more[command]]) == 0
+        assert ("is not that of its stages" in capsys.readouterr().out) == (path == edited)
+
+
 def test_reshardings_are_those_of_the_plan(program: Program, plan: Plan) -> None:
     rows = reshardings(plan, analyze(program), CLUSTER)
     assert rows == sorted(rows, key=lambda row: -row.seconds)

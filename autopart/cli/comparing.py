@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.cli.explaining import not_made_for
-    from autopart.explain import cluster_of, compare, given_cluster, numbers_notes
+    from autopart.explain import cluster_of, compare, edited_notes, given_cluster, numbers_notes
     from autopart.plan import Plan
     from autopart.report.explanation import comparison_text
     from autopart.runtime.errors import PlanError
@@ -36,7 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
         if not any(matching):
             raise PlanError(not_made_for(plans, given))
         clusters = [match or known for match, known in zip(matching, clusters, strict=True)]
-    found, notes = compare(plans, clusters), numbers_notes(plans, clusters)
+    found = compare(plans, clusters)
+    named = zip(arguments.plans, plans, strict=True)
+    edited = [f"{path}: {note}" for path, plan in named for note in edited_notes(plan)]
+    notes = [*numbers_notes(plans, clusters), *edited]
     if arguments.json:
         print(json.dumps({**found.to_json_object(), "notes": notes}))
     else:

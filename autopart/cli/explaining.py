@@ -83,7 +83,7 @@ def not_made_for(plans: Sequence[Plan], cluster: Cluster) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.breakdown import break_down
-    from autopart.explain import infeasible, numbers_notes, runners_up
+    from autopart.explain import edited_notes, infeasible, numbers_notes, runners_up
     from autopart.plan import Plan
     from autopart.runtime.errors import PlanError
 
@@ -93,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = plan_cluster(plan, arguments.cluster)
     if arguments.model is not None and cluster is None:
         raise PlanError(f"{plan.cluster} is no cluster that can be looked up by name; give its file with --cluster")
-    found, notes = break_down(plan, cluster), numbers_notes([plan], [cluster])
+    found = break_down(plan, cluster)
+    notes = [*numbers_notes([plan], [cluster]), *edited_notes(plan)]
     rows, unfit = runners_up(plan), infeasible(plan)
     beside: Comparison | None = None
     sent = peaks = None

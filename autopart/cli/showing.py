@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from autopart.cli.arguments import add_json
@@ -21,9 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from autopart.explain import edited_notes
     from autopart.plan import Plan
 
     plan = Plan.load(arguments.plan)
+    plan = replace(plan, notes=(*plan.notes, *edited_notes(plan)))
     if arguments.json:
         more = {"considered": [dict(row) for row in plan.considered]} if arguments.considered else {}
         print(json.dumps({**plan.to_json_object(), **more}))

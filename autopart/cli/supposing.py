@@ -66,7 +66,7 @@ def _read(name: str) -> Callable[[str], float]:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopart.analysis import analyze
-    from autopart.explain import cluster_of, compare, given_cluster
+    from autopart.explain import cluster_of, compare, edited_notes, given_cluster
     from autopart.plan import Plan
     from autopart.planned import planned
     from autopart.realize import check_plan
@@ -118,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     best = replace(best, cluster=named)
     otherwise = chosen_anew(now, same) if same is not None else []
     told += [f"same degrees: chosen anew, and otherwise than now: {', '.join(otherwise)}"] if otherwise else []
+    told += [f"now: {note}" for note in edited_notes(now)]
     told += notes + [f"best: {note}" for note in best.notes if note not in (*plan.notes, *now.notes)]
     if arguments.output is not None:
         best.save(arguments.output)
