@@ -31,6 +31,8 @@ _MOST = 2**20
 
 _ROUNDED = 1e-9
 """Seconds: what rounding may leave of differences."""
+_LONGEST = 1e15
+"""Seconds: more is a slip of the pen, of which sums over microbatches are no numbers any more."""
 
 
 def check_stage(stage: StagePlan) -> None:
@@ -62,6 +64,8 @@ def check_stage(stage: StagePlan) -> None:
         least = min((number for count in counts.values() for number in count.values()), default=0)
         _require(least >= 0, f"{name}: calls and bytes are at least 0, found {least}")
     # of one kind it may be below, where these wait for another's that are on their way
+    for kind, passed in stage.hidden_s.items():
+        _require(abs(passed) <= _LONGEST, f"hidden_s[{kind!r}]: expected at most {_LONGEST:g} seconds, found {passed}")
     hidden = math.fsum(stage.hidden_s.values())
     _require(hidden > -_ROUNDED, f"hidden_s: expected seconds of at least 0 in all, found {hidden}")
     first, end = stage.blocks
@@ -77,8 +81,15 @@ def check_stage(stage: StagePlan) -> None:
         "state_bytes",
         "parameters",
     ):
-        value = getattr(stage, name)
-        _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
+        _check_amount(name, getattr(stage, name))
+
+
+def _check_amount(name: str, value: float) -> None:
+    """Raises PlanError for what is below nothing, no number, or seconds beyond all that is planned."""
+    _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
+    _require(
+        not name.endswith("_s") or value <= _LONGEST, f"{name}: expected at most {_LONGEST:g} seconds, found {value}"
+    )
 
 
 def check_plan(plan: Plan) -> None:
@@ -110,8 +121,9 @@ def check_plan(plan: Plan) -> None:
         check_warmup(plan.schedule, plan.warmup, len(plan.stages))
     for source, target, *seconds in plan.transfers:
         _require(
-            0 <= source < target < len(plan.stages) and all(x is None or 0 <= x < math.inf for x in seconds),
-            f"transfers: [{source}, {target}, ...]: expected source < target < {len(plan.stages)} and seconds",
+            0 <= source < target < len(plan.stages) and all(x is None or 0 <= x <= _LONGEST for x in seconds),
+            f"transfers: [{source}, {target}, ...]: expected source < target < {len(plan.stages)} and seconds, at most "
+            f"{_LONGEST:g}",
         )
     groups = {stage.devices: stage.mesh for stage in plan.stages}
     used = [device for devices in groups for device in devices]
@@ -155,8 +167,7 @@ def check_plan(plan: Plan) -> None:
             f"multiple of {samples}",
         )
     for name in ("step_time_s", "bound_s", "gap", "solve_s", "total_s", "tokens", "flops", "peak_flops", "tied_s"):
-        value = getattr(plan, name)
-        _require(value >= 0 and math.isfinite(value), f"{name}: expected a number of at least 0, found {value}")
+        _check_amount(name, getattr(plan, name))
     _require(plan.gap <= 1, f"gap: a share of step_time_s, at most 1, found {plan.gap}")
     check_recorded(plan.asked)
     for pattern, pinned in plan.pins.items():
