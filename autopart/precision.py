@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.meta_utils import MetaConverter
 from torch.overrides import TorchFunctionMode
 
+from autopart.lost_weights import weights_kept
 from autopart.passes.default_dtype import default_dtype
 
 
@@ -56,7 +57,7 @@ def float64_throughout() -> Iterator[None]:
 
     So is torch's default type: float64's least number, by which masks are multiplied, does not fit into float32.
     """
-    with default_dtype(torch.float64), _constants_as_they_are(), _Widen():
+    with default_dtype(torch.float64), _constants_as_they_are(), weights_kept(), _Widen():
         yield
 
 

@@ -28,6 +28,7 @@ from autopart.export_noise import without_graphs
 from autopart.flat_model import TARGETS, FlatModel
 from autopart.kept_buffers import kept_buffers
 from autopart.long_traces import told_where
+from autopart.lost_weights import weights_kept
 from autopart.meta_capture import all_on_meta
 from autopart.mixed_precision import autocast_of, check_sums, current_precision
 from autopart.other_draws import note_on_draws, other_draws
@@ -112,6 +113,7 @@ def capture(
             kept_buffers(flat),
             without_new_attributes(m for m in flat.modules() if m is not flat),
             unchecked_arguments(),
+            weights_kept(),
             symbolic_lengths(flat),
             synced_norms_alone(),
             all_on_meta(flat, named) as leaves,

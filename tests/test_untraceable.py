@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import l1_loss
 
 from autopart.passes.batch import split_batch
 from autopart.passes.rules import RULES
+from autopart.precision import float64_throughout
 from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
 from programs import gradients, in_shares, run_graph
@@ -135,6 +138,36 @@ def test_gaussian_losses_are_traced_without_their_check(
     expected = gradients(model)
     torch.testing.assert_close(outputs["loss"], plain)
     assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+class Weighted(nn.Module):
+    """Absolute errors, of which samples weigh more or less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        return {"loss": l1_loss(self.mean(x), y, weight=weight)}  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_weights_of_absolute_errors_are_not_lost(wide: bool) -> None:
+    """torch leaves them out of what it gives to overrides, of which each trace is one."""
+    torch.manual_seed(0)
+    model = Weighted().double()
+    given = {"x": torch.randn(6, 4), "y": torch.randn(6, 3), "weight": torch.rand(6, 3)}
+    given = {name: tensor.double() for name, tensor in given.items()}
+    plain = model(**given)["loss"]
+    plain.backward()
+    expected = gradients(model)
+    with float64_throughout() if wide else nullcontext():
+        program = capture(model, (), given, check_eval=False)
+        torch.testing.assert_close(model(**given)["loss"], plain)
+    outputs, found = in_shares(program, split_batch(program, RULES), model, given, 6, 2)
+    torch.testing.assert_close(outputs["loss"], plain)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient)
 
