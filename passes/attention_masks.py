@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopart.passes import graph as graphs
 from autopart.passes.batch import split_batch
+from autopart.passes.batch_totals import SHAPED_LIKE
 from autopart.passes.blocks import is_random
 from autopart.passes.computed import Block, Computed, NotComputed
 from autopart.passes.program import OutputInfo, Program, Role
@@ -44,8 +45,6 @@ _FEW_PAIRS = 1 << 24
 """In a mask for more samples than the one that decides."""
 _BLOCK = 1 << 16
 """Pairs that are computed at a time."""
-# Ops that take only the shape of a tensor, and the number that they fill it with; of others it is an argument.
-_SHAPED_LIKE = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0, "full_like": None, "new_full": None}
 
 
 class MaskKind(enum.Enum):
@@ -117,7 +116,7 @@ class _Masks:
             if not _is_known(node):
                 return None
             needed.add(node)
-            waiting += [] if op_name(node) in _SHAPED_LIKE else node.all_input_nodes
+            waiting += [] if op_name(node) in SHAPED_LIKE else node.all_input_nodes
         new = fx.Graph()
         batch = new.placeholder("b")
         batch.meta.update(role=Role.BATCH, name="b", path="", source="", val=None)
@@ -125,7 +124,7 @@ class _Masks:
         for node in sorted(needed, key=self.places.__getitem__):
             if node.op == "placeholder":
                 env[node] = batch
-            elif op_name(node) in _SHAPED_LIKE:
+            elif op_name(node) in SHAPED_LIKE:
                 filled = _filled(new, batch, node)
                 if filled is None:
                     return None
@@ -163,7 +162,7 @@ def _is_size(node: fx.Node) -> bool:
 def _filled(graph: fx.Graph, batch: fx.Node, node: fx.Node) -> fx.Node | None:
     """In place of an op that takes a tensor's shape one that is given it; None where a size is not known."""
     value, sizes = node.meta["val"], extents(node.meta["val"])
-    number: Any = _SHAPED_LIKE[op_name(node)]
+    number: Any = SHAPED_LIKE[op_name(node)]
     if number is None:
         number = node.kwargs.get("fill_value", node.args[-1])
     if sizes is None or isinstance(number, fx.Node):

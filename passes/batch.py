@@ -33,6 +33,7 @@ from autopart.passes import graph as graphs
 from autopart.passes.batch_losses import mean, reduced_loss
 from autopart.passes.batch_rows import counter, keeps_row_numbers, routed
 from autopart.passes.batch_state import SUMMED, WHOLE, BatchState, Mixes
+from autopart.passes.batch_totals import totals_graph, values_read
 from autopart.passes.batch_written import accumulated, additions_to_buffers, how_written
 from autopart.passes.exported import fakes
 from autopart.passes.program import Program, Role, mark_differentiable
@@ -118,7 +119,7 @@ class Splitter:
                 node.meta["val"] = target(*fakes(args), **fakes(kwargs))
         else:
             node.meta["val"] = target(*fakes(args), **fakes(kwargs))
-        if any(item in self.bound for item in node.all_input_nodes):
+        if any(item in self.bound for item in values_read(node)):
             self.bound.add(node)
         return node
 
@@ -176,7 +177,7 @@ class Splitter:
         kwargs = {name: value(item, name) for name, item in node.kwargs.items()}
         new = self.graph.node_copy(node, lambda argument: env[argument])
         new.args, new.kwargs = args, kwargs
-        if any(item in self.bound for item in new.all_input_nodes) or _is_random(node):
+        if any(item in self.bound for item in values_read(new)) or _is_random(node):
             self.bound.add(new)
         return new
 
@@ -232,8 +233,9 @@ class Splitter:
         spread = [state for state in states if not state.whole]
         if not spread or str(node.target).startswith("aten.new_"):
             return self.independent(node, given)
-        if node.target in _SAME_EVERYWHERE and states[0].placement.is_shard:
-            return self.put(self.copy(node, given), BatchState(states[0].placement))
+        if node.target in _SAME_EVERYWHERE and len(sources) == 1:
+            placement = states[0].placement
+            return self.put(self.copy(node, given), BatchState(placement) if placement.is_shard else WHOLE)
         orders = {state.order for state in spread if state.placement.is_shard}
         if len(orders) > 1:
             raise Mixes("combines rows that stand in different orders")
@@ -410,7 +412,7 @@ class Splitter:
             for name, result in zip(self.program.updated_buffers, results[len(tensors) :], strict=True)
         }
         self.graph.output(results)
-        totals = _extract(self.graph, list(self.totals)) if self.totals else None
+        totals = totals_graph(self.graph, list(self.totals)) if self.totals else None
         for node, state in self.states.items():
             node.meta["batch"] = state.placement
         for node, states in self.outputs.items():
@@ -441,26 +443,6 @@ def split_batch(program: Program, rules: RuleBook) -> BatchSplit:
         line = f" ({graphs.source_line(node)})" if graphs.source_line(node) else ""
         operation = "the output" if node.op == "output" else str(node.target)
         return BatchSplit(program.graph, whole, flaw=f"{operation} in {where}{line} {reason}")
-
-
-def _extract(graph: fx.Graph, results: list[fx.Node]) -> fx.Graph:
-    """A graph of its own that computes ``results``."""
-    wanted: set[fx.Node] = set()
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in wanted:
-            wanted.add(node)
-            stack.extend(node.all_input_nodes)
-    part = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node in wanted or (node.op == "placeholder" and node.meta["role"] in (Role.BATCH, Role.GLOBAL_BATCH)):
-            if node.meta.get("role") is Role.TOTAL:
-                raise Mixes("divides by a sum over the whole batch that itself depends on another")
-            env[node] = part.node_copy(node, lambda argument: env[argument])
-    part.output(tuple(env[node] for node in results))
-    return part
 
 
 def _is_random(node: fx.Node) -> bool:

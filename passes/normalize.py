@@ -305,6 +305,8 @@ class _Normalizer(Rewriting):
                 return self.view(
                     node, aten.split_with_sizes.default, (args[0], sizes, dim % args[0].meta["val"].dim()), {}
                 )
+        if target is aten.expand_as.default:
+            return self.expanded(node, args[0], value)
         if target is aten.broadcast_tensors.default:
             return [self.expanded(node, item, piece) for item, piece in zip(args[0], value, strict=True)]
         if target in synonyms.BITWISE:

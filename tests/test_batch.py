@@ -91,6 +91,18 @@ def probabilities(labels: Tensor) -> Tensor:
     return F.one_hot(labels.clamp(min=0), CLASSES).double() * 0.8 + 0.05
 
 
+def masked_like(losses: Tensor, labels: Tensor) -> Tensor:
+    """Made by the shape of what parameters give, from the labels alone, and doubled by a number of its sizes."""
+    mask = torch.ones_like(losses).masked_fill((labels < 0).unsqueeze(1), 0.0) * losses.new_full((len(labels), 1), 2.0)
+    mask = mask + torch.full_like(losses, fill_value=0.5)
+    return (losses * mask).sum() / mask.sum()
+
+
+def masked_as(losses: Tensor, valid: Tensor) -> Tensor:
+    mask = valid.expand_as(losses)
+    return (losses * mask).sum() / mask.sum()
+
+
 def contrast_within(logits: Tensor) -> Tensor:
     return logits.unsqueeze(2) * logits.unsqueeze(1)
 
@@ -140,6 +152,9 @@ LOSSES: dict[str, Body] = {
     "times a root of the batch size": lambda m, x, y: m.linear(x).square().sum() * x.shape[0] ** -0.5,
     "sum over sum": lambda m, x, y: (m.linear(x).square().sum(1) * (y >= 0)).sum() / (y >= 0).sum(),
     "masked mean": lambda m, x, y: (m.linear(x).square().sum(1) * (y >= 0)).sum() / (y >= 0).sum().clamp(min=1),
+    "masked mean, the mask as the loss": lambda m, x, y: masked_like(m.linear(x).square(), y),
+    "masked mean, the mask expanded": lambda m, x, y: masked_as(m.linear(x).square(), (y >= 0).unsqueeze(1)),
+    "added to zeros": lambda m, x, y: torch.full_like(m.linear(x).mean(), 0.0) + m.linear(x).square().mean(),
     "times a mean of the inputs": lambda m, x, y: x.square().mean() * m.linear(x).square().mean(),
     "weight penalty": lambda m, x, y: F.cross_entropy(m.linear(x), y) + 0.1 * m.linear.weight.square().sum(),
     "shifted": lambda m, x, y: 2.0 - (F.cross_entropy(m.linear(x), y) + 1.5),
