@@ -17,6 +17,7 @@ from autopart.meta_capture import NumbersOnMeta, is_on_meta
 from autopart.own_numbers import Changed, Numbers
 from autopart.runtime.structure import flatten, rebuild
 from autopart.set_by_forward import SetTensor, SetTensors
+from autopart.taken_along import TakenAlong
 
 TARGETS = "targets"
 
@@ -74,6 +75,7 @@ class FlatModel(nn.Module):
             NumbersOnMeta() if self._on_meta else nullcontext(),
             ctc_capture.RowsOfTargets(),
             BatchPieces(),
+            TakenAlong(),
             nullcontext() if decisions is None else decisions,
             replaced_buffers_written(self._with_buffers, self.replaced),
         ):

@@ -155,6 +155,11 @@ LOSSES: dict[str, Body] = {
     "masked mean, the mask as the loss": lambda m, x, y: masked_like(m.linear(x).square(), y),
     "masked mean, the mask expanded": lambda m, x, y: masked_as(m.linear(x).square(), (y >= 0).unsqueeze(1)),
     "added to zeros": lambda m, x, y: torch.full_like(m.linear(x).mean(), 0.0) + m.linear(x).square().mean(),
+    "taken along": lambda m, x, y: torch.take_along_dim(m.linear(x), m.linear(x).topk(2).indices, dim=-1).mean(),
+    "taken along, broadcast": lambda m, x, y: (
+        m.linear(x).unsqueeze(1).take_along_dim(y.clamp(min=0).reshape(-1, 1, 1), 2).square().mean()
+        + m.linear.weight[None].take_along_dim(y.clamp(min=0).reshape(-1, 1, 1), 1).sum(1).mul(x).mean()
+    ),
     "times a mean of the inputs": lambda m, x, y: x.square().mean() * m.linear(x).square().mean(),
     "weight penalty": lambda m, x, y: F.cross_entropy(m.linear(x), y) + 0.1 * m.linear.weight.square().sum(),
     "shifted": lambda m, x, y: 2.0 - (F.cross_entropy(m.linear(x), y) + 1.5),

@@ -180,3 +180,13 @@ def test_a_gaussian_loss_of_negative_variances_is_no_number() -> None:
     assert run_graph(program, program.graph, model, given, 6)[0].isnan()
     with pytest.raises(CaptureError, match="var of"):
         capture(Spread(lambda found: found[:, :2]), (), given, check_eval=False)
+
+
+def test_sizes_that_do_not_fit_are_refused_where_entries_are_taken_along_a_dim() -> None:
+    """As torch does: its gather would take a part."""
+
+    def take(linear: nn.Module, x: Tensor) -> Tensor:
+        return torch.take_along_dim(linear(x), torch.zeros(2, 3, 1, dtype=torch.int64), dim=-1)
+
+    with pytest.raises(CaptureError, match="take_along_dim"):
+        capture(Within(take), (torch.randn(2, 4, 4),), check_eval=False)
