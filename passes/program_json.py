@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from autopart.passes.program import OutputInfo, Program, Role, TensorInfo
 from autopart.passes.rules.examples import overload
-from autopart.passes.sizes import Extent, extent
+from autopart.passes.sizes import Extent, extent, keep_symbols
 from autopart.runtime.manifest import ArgumentSpec, InputSpec
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -178,6 +178,7 @@ class _Reader:
         self.data = data
         self.graph, self.nodes = fx.Graph(), list[fx.Node]()
         self.mode = FakeTensorMode(shape_env=_Sizes(), allow_non_fake_inputs=True)
+        keep_symbols(self.mode.shape_env)
         hint = data["hint"]
         self.batch = None if hint is None else self._symbol(int(hint))
         self.values = [self._value(*value) for value in data["values"]]

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autopart.passes.exported import fakes, origin
 from autopart.passes.functional import Aliases
 from autopart.passes.last_states import lstm_values
-from autopart.passes.sizes import extent
+from autopart.passes.sizes import extent, keep_symbols
 
 aten = torch.ops.aten
 
@@ -39,6 +39,7 @@ class Rewriting:
         self.fake_mode = next(
             node.meta["val"].fake_mode for node in root.graph.nodes if hasattr(node.meta.get("val"), "fake_mode")
         )
+        keep_symbols(self.fake_mode.shape_env)
         # Exported nodes whose values have other strides here: what is left out was made contiguous there.
         self.moved: set[fx.Node] = set()
         self.region_meta: dict[str, Any] = {}

@@ -11,9 +11,11 @@ from test_capture import Net, inputs, results
 from torch import Tensor, nn
 
 from autopart.passes.batch import split_batch
+from autopart.passes.program_json import read, written
 from autopart.passes.rules import RULES
 from autopart.runtime.errors import CaptureError
 from autopart.tracing import capture
+from programs import gradients, in_shares
 
 
 def test_batch_of_one_example() -> None:
@@ -84,3 +86,33 @@ def test_batch_size_that_the_model_fixes() -> None:
     split = split_batch(program, RULES)
     assert program.static_batch in split.flaw and split.graph is program.graph
     torch.testing.assert_close(results(program, Fixed(), inputs(4), 4)["logits"].shape, torch.Size((4, 3)))
+
+
+class Policy(nn.Module):
+    """Actions are drawn from a normal distribution whose widths are parameters, alike for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.width = nn.Linear(5, 8), nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor, action: Tensor) -> dict[str, Tensor]:
+        drawn = torch.distributions.Normal(self.mean(x), self.width.exp())
+        return {"loss": -(drawn.log_prob(action) + 0.1 * drawn.entropy()).sum(-1).mean(), "spread": drawn.entropy()}
+
+
+@pytest.mark.parametrize("samples", [4, 8])
+def test_an_example_with_as_many_samples_as_a_dim_has_entries(samples: int) -> None:
+    """Whether the two agree is asked while ops are written anew, as of what is broadcast: no graph may remember it."""
+    model = Policy().double()
+    example = {"x": torch.randn(8, 5).double(), "action": torch.randn(8, 8).double()}
+    program = capture(model, (), example, check_eval=False)
+    split = split_batch(read(written(program)), RULES)
+    assert not split.flaw and not program.static_batch
+    given = {name: tensor[:samples] for name, tensor in example.items()}
+    expected = model(**given)
+    expected["loss"].backward()
+    slopes = gradients(model)
+    for proved in (split_batch(program, RULES), split):
+        outputs, found = in_shares(program, proved, model, given, samples, 2)
+        torch.testing.assert_close(outputs, {name: tensor.detach() for name, tensor in expected.items()})
+        torch.testing.assert_close(found, slopes)
