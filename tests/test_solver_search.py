@@ -471,8 +471,7 @@ def test_those_left_untried_have_the_bound_that_they_share() -> None:
         shared_bound=shared_bound,
         most=1,
     )
-    assert sorted(asked) == [(2, 10.0), (3, 10.0), (4, 10.0)]
-    assert result.bound == 7.0
+    assert result.bound == 7.0 and sorted(asked) == [(2, 10.0), (3, 10.0), (4, 10.0)]
     assert {item.config.microbatches: item.seconds for item in result.considered}[3] == 8.0
 
 
