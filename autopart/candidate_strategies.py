@@ -67,7 +67,7 @@ class CandidateStrategies(CandidateFloors):
         are of interest; raises NotBetter where it is found that strategies take longer. level: of ZeRO, of all. gap:
         how far from the fastest they may be. tied, sent, ends: as in :class:`autopart.tensor_setting.Setting`.
         """
-        if memory_limit is None and below == math.inf and not (gap or tied or sent) and ends == 1.0:
+        if memory_limit is None and not (gap or tied or sent) and ends == 1.0:
             key = config, level, self._exchanges(config)
             if key not in self._chosen:
                 self._chosen[key] = self._choose(config, None, below, level, gap, {}, {}, ends)

@@ -85,7 +85,7 @@ class Candidates(CandidatePassed):
         """The best; or that of strategies which count what others do not, as it is not known then where stages begin
         and end, and what binds: what stages pass on, and where hosts bind the end of a step.
         """
-        fastest, best = self.choose(config), None
+        fastest, best = self._fastest(config, below), None
         try:
             best = self._best(config, fastest, below)
             most, bound = best.objective, best.bound
@@ -101,6 +101,14 @@ class Candidates(CandidatePassed):
         if best is None:
             raise stopped
         return replace(best, bound=min(best.objective, bound))
+
+    def _fastest(self, config: Degrees, below: float) -> TensorChoice:
+        """The fastest strategies. Where these tell all, their solver stops when none takes less than ``below``."""
+        alone = config.pp == 1 and not self.zero and not self._divides(config)
+        try:
+            return self.choose(config, below=below if alone else math.inf)
+        except NotBetter:
+            raise NotBetter(below, below) from None
 
     def _counting(
         self,

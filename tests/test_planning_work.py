@@ -81,9 +81,25 @@ def test_strategies_of_stages_are_ruled_out_where_they_take_longer_alone(config:
     limit = 0.95 * fastest.memory_bytes
     assert candidates.choose(config, below=seconds * (1 + 1e-9)).strategies == fastest.strategies
     assert candidates.choose(config, limit, seconds * 2).memory_bytes <= limit
+    assert candidates.choose(config, below=seconds / 2) == fastest, "they are known"
+    anew = Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=None)
     for given in (None, limit):
         with pytest.raises(NotBetter):
-            candidates.choose(config, given, seconds / 2)
+            anew.choose(config, given, seconds / 2)
+
+
+@pytest.mark.parametrize("zero", [None, 0, 1])
+def test_strategies_of_one_stage_are_sought_as_far_as_they_are_of_interest(zero: int | None) -> None:
+    """Their solver is told what is; not where others may take less, as those that divide parameters over replicas."""
+    config = Degrees(1, 4, (2,), 1, "1f1b")
+    candidates = Candidates(analysis_of(SHALLOW), ideal(8), 16, "adamw", zero=zero)
+    least = candidates.lower_bound(config)
+    with pytest.raises(NotBetter) as caught:
+        candidates.evaluate(config, least)
+    assert bool(candidates._chosen) == bool(zero)
+    seconds = candidates.evaluate(config).objective
+    assert least <= caught.value.bound <= seconds
+    assert candidates.evaluate(config, 2 * seconds).objective == seconds
 
 
 def test_mixtures_are_looked_for_once_around_answers_that_leave_layers_the_same_ways() -> None:
