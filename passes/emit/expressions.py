@@ -147,7 +147,7 @@ class Printer:
             return Text(f"{arguments.at(0).inside(_ATOM)}.{name.split('.')[1]}({arguments.all(1)})")
         if isinstance(target, torch._ops.OpOverload):
             return Text(f"torch.ops.{target}({arguments.all()})")
-        return Text(f"{target.__module__}.{target.__qualname__}({arguments.all()})")  # type: ignore[union-attr]
+        return Text(f"{_module(target)}.{target.__qualname__}({arguments.all()})")  # type: ignore[union-attr]
 
     def form(self, node: fx.Node, names: Callable[[fx.Node], Text], axes: Mapping[str, str]) -> str:
         """The call of an op's local form; ``axes``: by role the variable that holds the axis."""
@@ -172,6 +172,18 @@ class Printer:
             f"{node.target} in {graphs.module_path(node) or 'the model'} ({graphs.source_line(node)}) draws random "
             'numbers of its own: dropout="invariant" knows dropout and attention only; use dropout="torch"'
         )
+
+
+def _module(function: Any) -> str:
+    """The module to call a function by; ``_operator``, where those of :mod:`operator` are from, is not for imports."""
+    return str(function.__module__).removeprefix("_")
+
+
+def size_modules(graph: fx.Graph) -> list[str]:
+    """Python's modules of the functions that compute with sizes in a graph: ``math.ceil``, ``operator.pow``."""
+    calls = (node.target for node in graph.nodes if node.op == "call_function" and node.target not in _INFIX)
+    found = {_module(target) for target in calls if target is not operator.getitem and hasattr(target, "__module__")}
+    return sorted(found & {"builtins", "math", "operator"})
 
 
 class _Arguments:

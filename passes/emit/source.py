@@ -15,7 +15,7 @@ from autopart.passes.beside import products_beside
 from autopart.passes.blocks import is_random
 from autopart.passes.conversion import Axes
 from autopart.passes.data_axis import DataCut, cut_of, gathered_by_layer
-from autopart.passes.emit.expressions import Text
+from autopart.passes.emit.expressions import Text, size_modules
 from autopart.passes.emit.functions import GATHER, Function, Names
 from autopart.passes.emit.layers import Run
 from autopart.passes.emit.releases import Lifetimes, let_go
@@ -357,11 +357,13 @@ class StageSource:
         drawn = ["invariant"] if random else []
         forms = ["local_forms"] if any("forms" in node.meta and node not in random for node in self.graph.nodes) else []
         imports = ["Mesh", "Namespace", "collectives", *drawn, *forms, *kinds]
+        modules = size_modules(self.graph)
         return [
             *_docstring(self.heading, ""),
             "",
             "from __future__ import annotations",
             "",
+            *([*(f"import {module}" for module in modules), ""] if modules else []),
             "import torch",
             "import torch.nn.functional as F",
             "from torch import Tensor, nn",

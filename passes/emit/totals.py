@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopart.passes import graph as graphs
-from autopart.passes.emit.expressions import Text
+from autopart.passes.emit.expressions import Text, size_modules
 from autopart.passes.emit.functions import Function, Names
 from autopart.passes.emit.wrapping import wrapped
 from autopart.runtime.manifest import argument_name
@@ -41,10 +41,12 @@ def _source(name: str, graph: fx.Graph, heading: str, text: str) -> str:
     codes = [function.name(node).code for node in graphs.results(graph)]
     function.lines.append(f"return ({', '.join(codes)},)")
     signature = ", ".join(["b: int", "B: int", *(f"{function.texts[node].code}: Tensor" for node in arguments)])
+    modules = size_modules(graph)
     return "\n".join(
         [
             f'"""{heading}"""',
             "",
+            *([*(f"import {module}" for module in modules), ""] if modules else []),
             "import torch",
             "import torch.nn.functional as F",
             "from torch import Tensor",
