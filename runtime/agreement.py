@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 PATIENCE = timedelta(seconds=60)
 _MODEL = "the model"
 _TOGETHER = (
-    "each rank has a part of the model, so all have to make the same calls: take state_dict() on every rank, and write "
-    "it to a file on one"
+    "each rank has a part of the model, so all have to make the same calls: train, evaluate and take state_dict() on "
+    "every rank, and write what they give to a file on one"
 )
 
 # By all ranks' group, as a process may connect anew, and purpose. Torch holds them until the process disconnects.
@@ -48,7 +48,13 @@ def _group(purpose: str) -> dist.ProcessGroup | None:
     return group
 
 
-def unlike(value: object, told: str, call: str = _MODEL) -> list[str]:
+def model_call(training: bool) -> str:
+    """What a call of the model is named: others of its ways take other exchanges, for which a rank would wait."""
+    way = "evaluation" if not training else "training" if torch.is_grad_enabled() else "training without gradients"
+    return f"{_MODEL} in {way}"
+
+
+def unlike(value: object, told: str, call: str) -> list[str]:
     """What each rank tells, where values differ between ranks; nothing where they are equal. All ranks call it.
 
     Takes one small exchange between the hosts, so that no device has to be waited for. Raises InputError where ranks
@@ -61,7 +67,7 @@ def unlike(value: object, told: str, call: str = _MODEL) -> list[str]:
     ends = torch.tensor([number, -number])
     work = dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True)
     assert work is not None
-    if call != _MODEL:
+    if not call.startswith(_MODEL):
         _say_where_it_waits(work, call)
     work.wait()
     if int(ends[0]) == -int(ends[1]):

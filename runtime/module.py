@@ -167,7 +167,7 @@ class ParallelModule(HeldStages):
         wanted = requiring(given) if self.training and torch.is_grad_enabled() else frozenset()
         if wanted and self._buffer is not None:
             raise InputError(f"the schedule 2bw gives no gradients of inputs, as of {min(wanted)!r}; use 2bw-flush")
-        variant, found = self.variants.find(given, args, kwargs, self.batch, wanted)
+        variant, found = self.variants.find(given, args, kwargs, self.batch, self.training, wanted)
         leaves = {name: leaf.detach() if isinstance(leaf, Tensor) else leaf for name, leaf in given.items()}
         if self.batch == "global" or self.manifest.is_uniform:
             self._same_batches.check(leaves, self.batch == "local")

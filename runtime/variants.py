@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopart.runtime.agreement import unlike
+from autopart.runtime.agreement import model_call, unlike
 from autopart.runtime.assumptions import Assumptions
 from autopart.runtime.errors import BatchError, PlanError
 from autopart.runtime.inputs import BatchMode, Sizes, at_sizes, changes_text, check, sizes_of, sizes_text
@@ -120,12 +120,14 @@ class Variants:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         mode: BatchMode,
+        training: bool,
         gradients: frozenset[str] = frozenset(),
     ) -> tuple[Variant, int]:
         """The variant for a call, and the samples in it. All ranks call it; those that disagree raise BatchError.
 
-        leaves: of the arguments, by path. gradients: of them those whose gradients are wanted. Raises InputError for
-        inputs that do not fit, on all ranks where the model cannot be compiled for them.
+        leaves: of the arguments, by path. training: not in evaluation. gradients: of them those whose gradients are
+        wanted. Raises InputError for inputs that do not fit, on all ranks where the model cannot be compiled for them,
+        and where some ranks train and others evaluate.
         """
         manifest = self.planned.manifest
         if self._compile is None:
@@ -137,7 +139,8 @@ class Variants:
         text = sizes_text(manifest, sizes).replace("[b", f"[{samples}")
         if gradients:
             text += f" and gradients of {', '.join(sorted(gradients))}"
-        told = unlike((sizes, samples, gradients) if mode == "global" else (key, gradients), text)
+        value = (sizes, samples, gradients) if mode == "global" else (key, gradients)
+        told = unlike(value, text, model_call(training))
         if told:
             raise BatchError(_disagreement(told, mode))
         return self._at(key, args, kwargs), samples

@@ -95,24 +95,31 @@ def test_checkpoints_go_on_anywhere(tmp_path: Any) -> None:
     assert all(launch(told_nothing, 2, str(tmp_path)))
 
 
-def apart(limits: dict[str, Any]) -> str:
+def apart(limits: dict[str, Any], call: str) -> str:
     model, optimizer = started(limits)
     step(model, optimizer)
     try:
-        if dist.get_rank() == 0:
-            model.state_dict()
-        else:
+        if dist.get_rank() == 1:
             step(model, optimizer)
+        elif call == "state_dict()":
+            model.state_dict()
+        elif call == "the model in evaluation":
+            model.eval()(**batch())
+        else:
+            with torch.no_grad():
+                model(**batch())
     except InputError as error:
         return str(error)
     return ""
 
 
+@pytest.mark.parametrize("call", ["state_dict()", "the model in evaluation", "the model in training without gradients"])
 @pytest.mark.parametrize("limits", [{"dp": 2, "zero": 1}, {"pp": 2, "microbatches": 2}], ids=str)
-def test_a_state_that_one_rank_asks_for(limits: dict[str, Any]) -> None:
-    first, second = launch(apart, 2, limits)
-    assert "this rank calls state_dict() while rank 1 calls the model" in first
-    assert "this rank calls the model while rank 0 calls state_dict()" in second
+def test_a_call_that_one_rank_makes(limits: dict[str, Any], call: str) -> None:
+    """As where a script evaluates, or saves, on the first rank."""
+    first, second = launch(apart, 2, limits, call)
+    assert f"this rank calls {call} while rank 1 calls the model in training;" in first
+    assert f"this rank calls the model in training while rank 0 calls {call};" in second
 
 
 def late() -> list[str]:
