@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 PATIENCE = timedelta(seconds=60)
 _MODEL = "the model"
 _TOGETHER = (
-    "each rank has a part of the model, so all have to make the same calls: train, evaluate and take state_dict() on "
-    "every rank, and write what they give to a file on one"
+    "each rank has a part of the model, so all have to make the same calls: train, evaluate, save checkpoints and take "
+    "state_dict() on every rank, and write other files on one"
 )
 
 # By all ranks' group, as a process may connect anew, and purpose. Torch holds them until the process disconnects.

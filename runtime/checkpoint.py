@@ -31,6 +31,7 @@ from autopart.runtime.agreement import (
     random_state,
     set_random_state,
     shared,
+    unlike,
 )
 from autopart.runtime.checkpoint_folder import COMMON
 from autopart.runtime.errors import CheckpointError
@@ -116,9 +117,11 @@ def save(
     copied to the host's memory; ``.wait()``, or the next save, raises what goes wrong later. keep: how many stay.
 
     Complete or absent: if a process dies at any moment, ``load`` finds the previous checkpoint.
-    Raises CheckpointError on every rank when one of them cannot write, and for optimizer state that cannot be divided.
+    Raises CheckpointError on every rank when one of them cannot write, and for optimizer state that cannot be divided;
+    InputError where another rank is in another call.
     """
     wait()
+    unlike("", "", "checkpoint.save()")  # where one rank saves alone, the others train on
     group = checkpoint_group()
     holding = holding_of(model)
     content = everywhere(group, lambda: _content(holding, optimizers_in(optimizer)))
@@ -181,6 +184,7 @@ def load(
     damaged file, which is noticed when it is read).
     """
     wait()
+    unlike("", "", "checkpoint.load()")
     group = checkpoint_group()
     path = shared(group, on_first(group, lambda: folders.resolve(Path(directory).absolute())))
     common = everywhere(group, lambda: read_common(path))

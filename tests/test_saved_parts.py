@@ -95,7 +95,7 @@ def test_checkpoints_go_on_anywhere(tmp_path: Any) -> None:
     assert all(launch(told_nothing, 2, str(tmp_path)))
 
 
-def apart(limits: dict[str, Any], call: str) -> str:
+def apart(limits: dict[str, Any], call: str, folder: str) -> str:
     model, optimizer = started(limits)
     step(model, optimizer)
     try:
@@ -103,6 +103,10 @@ def apart(limits: dict[str, Any], call: str) -> str:
             step(model, optimizer)
         elif call == "state_dict()":
             model.state_dict()
+        elif call == "checkpoint.save()":
+            save(folder, model, optimizer)
+        elif call == "checkpoint.load()":
+            load(folder, model, optimizer)
         elif call == "the model in evaluation":
             model.eval()(**batch())
         else:
@@ -113,11 +117,20 @@ def apart(limits: dict[str, Any], call: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("call", ["state_dict()", "the model in evaluation", "the model in training without gradients"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "state_dict()",
+        "checkpoint.save()",
+        "checkpoint.load()",
+        "the model in evaluation",
+        "the model in training without gradients",
+    ],
+)
 @pytest.mark.parametrize("limits", [{"dp": 2, "zero": 1}, {"pp": 2, "microbatches": 2}], ids=str)
-def test_a_call_that_one_rank_makes(limits: dict[str, Any], call: str) -> None:
+def test_a_call_that_one_rank_makes(limits: dict[str, Any], call: str, tmp_path: Any) -> None:
     """As where a script evaluates, or saves, on the first rank."""
-    first, second = launch(apart, 2, limits, call)
+    first, second = launch(apart, 2, limits, call, str(tmp_path))
     assert f"this rank calls {call} while rank 1 calls the model in training;" in first
     assert f"this rank calls the model in training while rank 0 calls {call};" in second
 
