@@ -20,15 +20,15 @@ DIVISORS: dict[str, Callable[[int], float]] = {
 }
 
 
-class Scaled(nn.Linear):
+class Scaled(nn.Module):
     """Of a mask, whose divisor is computed in ``totals.py``, and of outputs, whose divisor is in the stage."""
 
     def __init__(self, divisor: Callable[[int], float]) -> None:
-        super().__init__(4, 3, dtype=torch.float64)
-        self.divisor = divisor
+        super().__init__()
+        self.linear, self.divisor = nn.Linear(4, 3, dtype=torch.float64), divisor
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        squares, divisor = super().forward(x).square(), self.divisor(x.shape[0])
+        squares, divisor = self.linear(x).square(), self.divisor(x.shape[0])
         return squares.sum() / divisor + (squares.sum(-1) * mask).sum() / (mask.sum() * divisor)
 
 
