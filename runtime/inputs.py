@@ -237,6 +237,8 @@ def _check_tensor(spec: InputSpec, leaf: Tensor, batch: int | None) -> int | Non
     for size, found in zip(spec.shape, leaf.shape, strict=True):
         if isinstance(size, str):
             factor = size_of(size, 1)
+            if found == 0 and batch is None:
+                raise InputError(f"{where}; it has no samples: pass over empty batches, on all ranks")
             if found % factor or (batch is not None and found != factor * batch) or found == 0:
                 if batch is None:
                     raise InputError(where)

@@ -34,6 +34,7 @@ def model_in(directory: Path, **options: Any) -> ParallelModule:
         (data(), {"mask": torch.ones(2)}, InputError, "'mask' .a tensor torch.float32"),
         ((*data(), 3), {}, InputError, "3 positional inputs"),
         (data(), {"x": torch.ones(2)}, InputError, "'x' is given twice"),
+        ((data()[0][:0], data()[1][:0]), {}, InputError, r"\[0, 8\]; expected is \[b, 8\]; it has no samples"),
         ((data()[0][:, :5], data()[1]), {}, InputError, r"'x' has the shape \[8, 5\]; expected is \[b, 8\]"),
         (
             (data()[0][:4], data()[1]),
