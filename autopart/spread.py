@@ -63,13 +63,19 @@ def write_on_hosts(files: Mapping[str, bytes], directory: str | Path | None) -> 
 
 
 def start_alike(tensors: Mapping[str, Tensor | None], device: torch.device) -> None:
-    """Makes all ranks start from rank 0's weights: those that differ are sent."""
+    """Makes all ranks start from rank 0's weights: those that differ are sent.
+
+    Raises PlanError, on every rank, where ranks have unlike tensors.
+    """
     if job_size() == 1:
         return
     distinct: dict[int, Tensor] = {}
-    for tensor in tensors.values():
-        if tensor is not None and not tensor.is_meta:
-            distinct.setdefault(id(tensor), tensor.detach())
+    facts: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_meta and id(tensor) not in distinct:
+            distinct[id(tensor)] = tensor.detach()
+            facts[name] = f"{tensor.dtype} {list(tensor.shape)}"
+    _check_alike(facts)
     sums = torch.stack([_checksum(tensor) for tensor in distinct.values()]).to(device) if distinct else None
     if sums is None:
         return
@@ -82,6 +88,29 @@ def start_alike(tensors: Mapping[str, Tensor | None], device: torch.device) -> N
             moved = tensor.to(device).contiguous()
             dist.broadcast(moved, 0)
             tensor.copy_(moved)
+
+
+def _check_alike(facts: Mapping[str, str]) -> None:
+    """facts: of each tensor by name. A collective of unlike sizes would end a process without a word of why."""
+    digests: list[Any] = [None] * job_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr([*facts.items()]).encode()).hexdigest())
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is None:
+        return
+    found: list[Any] = [None] * job_size()
+    dist.all_gather_object(found, [*facts.items()])
+    first, second = dict(found[0]), dict(found[other])
+    name = next((n for n in {**first, **second} if first.get(n) != second.get(n)), None)
+    what = (
+        "have the same tensors in another order"
+        if name is None
+        else f"have unlike tensors: {name!r} is {first.get(name, 'missing')} on rank 0 and "
+        f"{second.get(name, 'missing')} on rank {other}"
+    )
+    raise PlanError(
+        f"the models of ranks 0 and {other} {what}; every rank has to build the same model: configure it by nothing "
+        "that is a rank's own"
+    )
 
 
 def _checksum(tensor: Tensor) -> Tensor:

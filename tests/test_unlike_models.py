@@ -1,0 +1,42 @@
+"""Ranks that build unlike models: told by each, where a collective of unlike sizes would end a process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopart
+from autopart.runtime.errors import PlanError
+from clusters import ideal
+from launch import launch
+
+
+def told(change: str) -> str:
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)]
+    if dist.get_rank() == 1:
+        layers[2] = {
+            "bias": nn.Linear(8, 4, bias=False),
+            "shape": nn.Linear(8, 5),
+            "dtype": nn.Linear(8, 4).double(),
+        }[change]
+    model = autopart.parallelize(nn.Sequential(*layers), cluster=ideal(2), verbose=False, dp=2)
+    try:
+        model(torch.ones(4, 4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("bias", "'2.bias' is torch.float32 [4] on rank 0 and missing on rank 1"),
+        ("shape", "'2.weight' is torch.float32 [4, 8] on rank 0 and torch.float32 [5, 8] on rank 1"),
+        ("dtype", "'2.weight' is torch.float32 [4, 8] on rank 0 and torch.float64 [4, 8] on rank 1"),
+    ],
+)
+def test_unlike_models_are_told_on_every_rank(change: str, found: str) -> None:
+    for text in launch(told, 2, change):
+        assert found in text and "build the same model" in text
