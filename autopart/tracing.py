@@ -35,8 +35,11 @@ from autopart.other_draws import note_on_draws, other_draws
 from autopart.own_backwards import Place, own_backwards
 from autopart.own_numbers import carried, note_on_numbers
 from autopart.parameter_memory import check_apart
+from autopart.passes import graph as graphs
 from autopart.passes.autocast import entered
+from autopart.passes.blocks import is_training
 from autopart.passes.program import Evaluation, Program, mode_free_digests, mode_free_updates
+from autopart.passes.storage import op_name
 from autopart.repeated_layers import export_with_copies
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.structure import flatten
@@ -237,6 +240,13 @@ def _evaluation(
     finally:
         for module, mode in modes.items():
             module.training = mode
+    kept = next((node for node in other.graph.nodes if is_training(node)), None)
+    if kept is not None:
+        where = f"{graphs.module_path(kept) or 'the model'} ({graphs.source_line(kept)})"
+        return Evaluation(
+            f"{op_name(kept)} in {where} stays on in evaluation, where stages switch it off: give it "
+            "training=self.training, or of attention's dropout_p 0.0 unless self.training"
+        )
     ours, theirs = mode_free_digests(program), mode_free_digests(other)
     differing = [name for name in ours if ours[name] != theirs.get(name)]
     if differing:

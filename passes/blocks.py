@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from autopart.passes import graph as graphs
 from autopart.passes.emit.layers import MOST_INLINE, find_runs, is_recomputable
 from autopart.passes.graph import Value
-from autopart.passes.program import Role
+from autopart.passes.program import MODE_ARGUMENTS, Role
 from autopart.passes.sizes import extent
 from autopart.passes.storage import op_name
 
@@ -78,6 +78,17 @@ def is_random(node: fx.Node) -> bool:
     if name in graphs.RECURRENT:
         return bool(node.args[5] != 0.0 and node.args[6])
     return True
+
+
+def is_training(node: fx.Node) -> bool:
+    """Whether the op was captured in training mode: it drops numbers, or normalizes by the batch what it has statistics
+    of.
+    """
+    if str(node.target) not in MODE_ARGUMENTS:
+        return False
+    if graphs.is_batch_norm(node.target):
+        return bool(node.args[5]) and node.args[3] is not None
+    return is_random(node)
 
 
 def updates_buffers(node: fx.Node) -> bool:

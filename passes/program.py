@@ -199,12 +199,13 @@ def _digest(program: Program) -> str:
     return digest.hexdigest()[:16]
 
 
-_MODE_ARGUMENTS = {
+MODE_ARGUMENTS = {
     **{f"aten.{kind}dropout.default": 2 for kind in ("", "feature_", "alpha_", "feature_alpha_")},
     "aten.batch_norm.default": 5,
     **dict.fromkeys(RECURRENT, 6),
     "aten.scaled_dot_product_attention.default": 4,
 }
+"""Where ops are told the mode, or attention its dropout, which is off in evaluation."""
 
 
 def mode_free_digests(program: Program) -> dict[str, str]:
@@ -232,7 +233,7 @@ def _mode_free(program: Program) -> dict[fx.Node, str]:
         if node.op == "placeholder":
             digests[node] = f"{node.meta['role'].value}:{node.meta['name']}"
             continue
-        position = _MODE_ARGUMENTS.get(str(node.target), -1)
+        position = MODE_ARGUMENTS.get(str(node.target), -1)
         args = [argument for index, argument in enumerate(node.args) if index != position]
         kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "dropout_p")}
         while position >= 0 and args and args[-1] is None:

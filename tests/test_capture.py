@@ -386,6 +386,34 @@ def test_evaluation_is_captured_once_it_is_asked_for(monkeypatch: pytest.MonkeyP
     assert "captured without check_eval" in capture(model, (torch.randn(2, 4),), check_eval=False).eval_flaw
 
 
+class Kept(nn.Module):
+    """What an op does in training it does in evaluation too."""
+
+    def __init__(self, body: Callable[[Tensor, nn.BatchNorm1d], Tensor]) -> None:
+        super().__init__()
+        self.body, self.linear, self.norm = body, nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.linear(x), self.norm)
+
+
+@pytest.mark.parametrize(
+    ("body", "flaw"),
+    [
+        (lambda x, norm: F.dropout(x, 0.5), "dropout in the model"),
+        (lambda x, norm: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), "attention in the model"),
+        (lambda x, norm: F.batch_norm(x, norm.running_mean, norm.running_var, training=True), "batch_norm in"),
+        (lambda x, norm: F.dropout(x, 0.0), ""),
+        (lambda x, norm: F.dropout(norm(x), 0.5, training=norm.training), ""),
+        (lambda x, norm: F.batch_norm(x, None, None, training=True), ""),
+    ],
+)
+def test_what_stays_on_in_evaluation_is_told(body: Callable[[Tensor, nn.BatchNorm1d], Tensor], flaw: str) -> None:
+    """Stages switch it off there, and would evaluate another model."""
+    found = capture(Kept(body), (torch.randn(8, 4),)).eval_flaw
+    assert (flaw in found and "stays on in evaluation" in found and "test_capture.py" in found) if flaw else not found
+
+
 def test_a_buffer_that_a_forward_makes_is_not_left_behind() -> None:
     model, x = MadeWhenUsed(), torch.randn(2, 4)
     program = capture(model, (x,))

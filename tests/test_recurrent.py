@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopart
 import autopart.verify
 from autopart.planner import make_plan
 from autopart.realize import realize
@@ -68,3 +70,24 @@ def test_last_states_are_captured_or_refused() -> None:
         return
     (node,) = [node for node in program.graph.nodes if node.target is torch.ops.aten.lstm.input]
     assert [value.dim() for value in node.meta["val"]] == [3, 3, 3]
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0].square().mean()
+
+
+def test_layers_that_drop_run() -> None:
+    model, x = Dropping().double(), torch.randn(8, 5, 6).double()
+    plain = copy.deepcopy(model).eval()
+    parallel = autopart.parallelize(model, cluster=ideal(1), verbose=False, microbatches=2)
+    first, second = parallel(x), parallel(x)
+    assert first != second, "numbers are drawn anew in each step"
+    second.backward()
+    assert all(parameter.grad is not None for parameter in parallel.parameters())
+    parallel.eval()
+    torch.testing.assert_close(parallel(x).detach(), plain(x).detach())

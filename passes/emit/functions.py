@@ -215,8 +215,9 @@ class Function:
         return ["dp"] if any(size is None or size.batched for size in sizes) else []
 
     def _sharded_axes(self, node: fx.Node) -> list[str]:
-        placements = node.meta["placements"]
-        return [name for (name, _), placement in zip(self.axes, placements, strict=True) if placement.is_shard]
+        found = node.meta["placements"]
+        every = [found] if isinstance(node.meta["val"], torch.Tensor) else found  # of each output
+        return [name for at, (name, _) in enumerate(self.axes) if any(own[at].is_shard for own in every)]
 
     def body(self) -> list[str]:
         """All lines, indented; the mesh axes first."""
