@@ -78,7 +78,8 @@ def test_measured_layers_are_priced(only: str, near: float) -> None:
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=near), row
 
 
-@pytest.mark.parametrize(("only", "near"), [("pp 1", 0.05), pytest.param("", 0.12, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("only", "near"), [("pp 1", 0.05), ("", 0.12)])
 def test_measured_tensor_ranks_and_pipelines_are_priced(only: str, near: float) -> None:
     """A Llama on one node, to which nothing was fitted; with one sample that engine's host sets the pace."""
     found = run("published_llama.py", "--only", only)
@@ -92,6 +93,7 @@ def test_measured_tensor_ranks_and_pipelines_are_priced(only: str, near: float) 
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.13), row
 
 
+@pytest.mark.slow
 def test_measured_convolutional_networks_are_priced() -> None:
     """Groups of four channels, and depthwise convolutions: no constant was fitted to them."""
     rows = run("published_convnets.py", "--only", "A100")
@@ -100,7 +102,8 @@ def test_measured_convolutional_networks_are_priced() -> None:
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.2), row
 
 
-@pytest.mark.parametrize("only", ["vit-base", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("only", ["vit-base", "resnet"])
 def test_measured_image_models_in_mixed_precision_are_priced(only: str) -> None:
     """Under autocast on an RTX 3090: nothing was fitted to them."""
     rows = run("published_images.py", "--only", only)

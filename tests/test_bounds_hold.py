@@ -61,7 +61,7 @@ def keep_bounds(found: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cluster", ["2x2xRTX-4090", "2x2xV100-16GB@Ethernet-10"])
-@pytest.mark.parametrize("level", [None, 1, 2, 3])
+@pytest.mark.parametrize("level", [None, *(pytest.param(level, marks=pytest.mark.slow) for level in (1, 2)), 3])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_no_plan_takes_less(name: str, level: int | None, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     analysis, tried = analysis_of(name), 0

@@ -67,6 +67,7 @@ def test_one_device_where_all_repeat_what_it_does() -> None:
     assert note.startswith("1xH100 alone takes") and "as much as all 128 devices" in note
 
 
+@pytest.mark.slow
 def test_slower_devices_that_a_slow_port_holds_up() -> None:
     """Those behind it are the faster ones, one by one."""
     notes = plan_on(Cluster.parse("2x2xA100-80GB+1xH100@Ethernet-10")).notes

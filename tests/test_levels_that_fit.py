@@ -15,7 +15,9 @@ from weighty import analysis, needed
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("bandwidth", [1e9, 1e12])
-@pytest.mark.parametrize(("pp", "tp", "microbatches"), [(1, 1, 4), (2, 1, 8), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("pp", "tp", "microbatches"), [(1, 1, 4), (2, 1, 8), pytest.param(1, 2, 2, marks=pytest.mark.slow)]
+)
 def test_chosen_levels_fit_where_one_for_all_does_and_take_no_longer(
     pp: int, tp: int, microbatches: int, bandwidth: float, recompute: str
 ) -> None:

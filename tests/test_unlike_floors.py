@@ -29,7 +29,11 @@ from clusters import ideal
 CLUSTERS = (unlike((2, 1.0, ROOMY), (2, 0.5, ROOMY)), unlike((1, 3.0, ROOMY), (2, 1.0, ROOMY)))
 
 
-@pytest.mark.parametrize(("cluster", "name"), [(CLUSTERS[0], "gpt2"), (CLUSTERS[1], "t5")], ids=["gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("cluster", "name"),
+    [(CLUSTERS[0], "gpt2"), pytest.param(CLUSTERS[1], "t5", marks=pytest.mark.slow)],
+    ids=["gpt2", "t5"],
+)
 def test_no_forced_plan_is_below_the_bound(cluster: Cluster, name: str) -> None:
     plan = plan_of(name, cluster)
     tried = 0

@@ -42,7 +42,7 @@ def test_of_replicas_that_fit_the_plan_is_the_best() -> None:
     assert min(made(level).step_time_s for level in (1, 2, 3)) < 0.995 * plan.step_time_s
 
 
-@pytest.mark.parametrize("cluster", ["4xRTX-3090", "2x2xV100-16GB"])
+@pytest.mark.parametrize("cluster", ["4xRTX-3090", pytest.param("2x2xV100-16GB", marks=pytest.mark.slow)])
 def test_no_plan_with_whole_parameters_beats_the_bound(cluster: str) -> None:
     devices = Cluster.parse(cluster)
     plan = make_plan(analysis().program, devices, analysis=analysis(), batch=16)
