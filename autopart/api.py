@@ -31,7 +31,7 @@ from autopart.runtime.mesh import connect, pick_device
 from autopart.runtime.module import ParallelModule
 from autopart.set_by_forward import StandIns
 from autopart.sizeless import refuse_lazy_modules
-from autopart.spread import on_first_rank, start_alike, write_on_hosts
+from autopart.spread import check_options, on_first_rank, start_alike, write_on_hosts
 from autopart.watched_attributes import Watched
 from autopart.watched_parts import SetBuffers, WatchedParts
 from autopart.weights import load_or_start, save_weights
@@ -322,8 +322,10 @@ class Parallelized(Twin):
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
         device = pick_device()
         connect(device)
-        made = self._buffers_on_meta()
         settings = self._settings
+        plain = {name: settings[name] for name in ("batch_dims", "precision", "reduce_dtype", "variants")}
+        check_options({"batch": self._batch, "outputs": self._returned, **plain, **settings["limits"]})
+        made = self._buffers_on_meta()
         files, attributes = on_first_rank(lambda: (self._compiler.plan(args, kwargs), self._compiler.set_attributes))
         self._stand_ins = StandIns(self.original, attributes)
         self._directory = write_on_hosts(files, settings["directory"])

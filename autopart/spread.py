@@ -92,25 +92,55 @@ def start_alike(tensors: Mapping[str, Tensor | None], device: torch.device) -> N
 
 def _check_alike(facts: Mapping[str, str]) -> None:
     """facts: of each tensor by name. A collective of unlike sizes would end a process without a word of why."""
-    digests: list[Any] = [None] * job_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr([*facts.items()]).encode()).hexdigest())
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is None:
+    if (differing := _unlike_first(facts)) is None:
         return
-    found: list[Any] = [None] * job_size()
-    dist.all_gather_object(found, [*facts.items()])
-    first, second = dict(found[0]), dict(found[other])
-    name = next((n for n in {**first, **second} if first.get(n) != second.get(n)), None)
+    other, name, first, second = differing
     what = (
-        "have the same tensors in another order"
-        if name is None
-        else f"have unlike tensors: {name!r} is {first.get(name, 'missing')} on rank 0 and "
-        f"{second.get(name, 'missing')} on rank {other}"
+        f"have unlike tensors: {name!r} is {first} on rank 0 and {second} on rank {other}"
+        if name
+        else "have the same tensors in another order"
     )
     raise PlanError(
         f"the models of ranks 0 and {other} {what}; every rank has to build the same model: configure it by nothing "
         "that is a rank's own"
     )
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """All ranks call it. Raises PlanError on each where numbers, texts and tables of these, by name, differ."""
+    if job_size() == 1:
+        return
+    plain = {name: value for name, value in options.items() if _is_plain(value)}
+    facts = {name: repr(value) for name, value in sorted(plain.items())}
+    if (differing := _unlike_first(facts)) is None:
+        return
+    other, name, first, second = differing
+    raise PlanError(
+        f"parallelize was called with {name} {first} on rank 0 and {second} on rank {other}: rank 0 plans for all, so "
+        "every rank has to give the same options"
+    )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for item in (*value.keys(), *value.values()))
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def _unlike_first(facts: Mapping[str, str]) -> tuple[int, str, str, str] | None:
+    """A rank whose facts are not rank 0's, which one ('': the order), and what it is on both; None: all are alike."""
+    digests: list[Any] = [None] * job_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr([*facts.items()]).encode()).hexdigest())
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is None:
+        return None
+    found: list[Any] = [None] * job_size()
+    dist.all_gather_object(found, [*facts.items()])
+    first, second = dict(found[0]), dict(found[other])
+    name = next((n for n in {**first, **second} if first.get(n) != second.get(n)), "")
+    return other, name, first.get(name, "missing"), second.get(name, "missing")
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -8,9 +8,7 @@ transformers' outputs keep their names, one tensor that is passed twice stays tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +21,11 @@ from autopart.assembled import assemble
 from autopart.assumed_branches import Decisions, settle
 from autopart.capture_errors import batch_reason, capture_error, fixes_batch, largest_batch
 from autopart.capture_place import Where
+from autopart.evaluation import evaluation_of, training
 from autopart.example_inputs import batch_dims_of, bind, examples, guess_of
 from autopart.export_noise import without_graphs
 from autopart.flat_model import TARGETS, FlatModel
+from autopart.grad_mode import grad_mode_read
 from autopart.kept_buffers import kept_buffers
 from autopart.long_traces import told_where
 from autopart.lost_weights import weights_kept
@@ -35,11 +35,8 @@ from autopart.other_draws import note_on_draws, other_draws
 from autopart.own_backwards import Place, own_backwards
 from autopart.own_numbers import carried, note_on_numbers
 from autopart.parameter_memory import check_apart
-from autopart.passes import graph as graphs
 from autopart.passes.autocast import entered
-from autopart.passes.blocks import is_training
-from autopart.passes.program import Evaluation, Program, mode_free_digests, mode_free_updates
-from autopart.passes.storage import op_name
+from autopart.passes.program import Program
 from autopart.repeated_layers import export_with_copies
 from autopart.runtime.errors import CaptureError
 from autopart.runtime.structure import flatten
@@ -111,7 +108,7 @@ def capture(
     def trace(decisions: Decisions | None, scaled: frozenset[Place] = frozenset()) -> Program:
         flat.decisions = decisions
         with (
-            _training(model),
+            training(model),
             entered(autocast),
             kept_buffers(flat),
             without_new_attributes(m for m in flat.modules() if m is not flat),
@@ -122,6 +119,7 @@ def capture(
             all_on_meta(flat, named) as leaves,
             own_backwards(model, scaled) as own,
             other_draws() as drawn,
+            grad_mode_read() as asked,
         ):
             exported, static_batch, most = _export(flat, leaves, dims, batch)
         if more := own.scaled():
@@ -132,6 +130,7 @@ def capture(
             program = assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
         program.most_samples = most
         program.synced_norms = synced_norms(model)
+        program.grad_mode_read = tuple(asked)
         program.set_attributes = flat.returned.attributes
         program.notes = (*program.notes, *own.notes(), *map(note_on_draws, drawn))
         if told := [item for item in program.set_attributes if not item.is_table]:
@@ -146,38 +145,15 @@ def capture(
     program.precision = precision
     program.reduce_dtype = check_sums(reduce_dtype)
     if check_eval:
-        program.check_evaluation = partial(
-            _evaluation, program, model, args, {**kwargs, **targets}, loss_fn, batch_dims
-        )
+        options: dict[str, Any] = {
+            "loss_fn": loss_fn,
+            "batch_dims": batch_dims,
+            "precision": precision,
+            "check_eval": False,
+        }
+        again = partial(capture, model, args, {**kwargs, **targets}, **options)
+        program.check_evaluation = partial(evaluation_of, program, model, again)
     return program
-
-
-_EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
-
-
-@contextmanager
-def _evaluating() -> Iterator[None]:
-    """Captures inside take the model in the mode it is in."""
-    token = _EVALUATING.set(True)
-    try:
-        yield
-    finally:
-        _EVALUATING.reset(token)
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode for the trace: submodules that the user froze in eval mode stay so if the model itself trains."""
-    if model.training or _EVALUATING.get():
-        yield
-        return
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _export(
@@ -211,48 +187,3 @@ def _export(
                 reason, most = batch_reason(error), 0
                 continue
             raise capture_error(error, where) from error
-
-
-def _evaluation(
-    program: Program,
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    loss_fn: Callable[..., torch.Tensor] | None,
-    batch_dims: Mapping[str, int | None] | None,
-) -> Evaluation:
-    """What evaluation computes otherwise than the training graph with dropout off and statistics fixed."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with _evaluating():
-            other = capture(
-                model,
-                args,
-                kwargs,
-                loss_fn=loss_fn,
-                batch_dims=batch_dims,
-                check_eval=False,
-                precision=program.precision,
-            )
-    except CaptureError as error:
-        return Evaluation(f"the model cannot be captured in evaluation mode: {error}")
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    kept = next((node for node in other.graph.nodes if is_training(node)), None)
-    if kept is not None:
-        where = f"{graphs.module_path(kept) or 'the model'} ({graphs.source_line(kept)})"
-        return Evaluation(
-            f"{op_name(kept)} in {where} stays on in evaluation, where stages switch it off: give it "
-            "training=self.training, or of attention's dropout_p 0.0 unless self.training"
-        )
-    ours, theirs = mode_free_digests(program), mode_free_digests(other)
-    differing = [name for name in ours if ours[name] != theirs.get(name)]
-    if differing:
-        return Evaluation(f"the output {differing[0]!r} is computed by other ops than in training")
-    ours, theirs = mode_free_updates(program), mode_free_updates(other)
-    for name, digest in theirs.items():
-        if ours.get(name) != digest:
-            return Evaluation(f"the buffer {name!r} is written by other ops than in training")
-    return Evaluation(writes=tuple(theirs))

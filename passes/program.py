@@ -66,10 +66,14 @@ class Assumption:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How evaluation differs. flaw: why the stages cannot do it, '' where they can. writes: buffers that it writes."""
+    """How evaluation differs. flaw: why the stages cannot do it, '' where they can. writes: buffers that it writes.
+
+    no_grad_flaw: why they cannot run under ``torch.no_grad()``, in training or evaluation.
+    """
 
     flaw: str = ""
     writes: tuple[str, ...] = ()
+    no_grad_flaw: str = ""
 
 
 def _nobody_knows() -> Evaluation:
@@ -91,6 +95,7 @@ class Program:
     assumptions: what the model's branches were decided by, each a result of the graph ``conditions`` of the inputs.
     synced_norms: paths of modules whose statistics are those of the batch on all ranks, as SyncBatchNorm's are.
     set_attributes: what forward sets to tensors, as layers do with parts of a loss (autopart.set_by_forward.SetTensor).
+    grad_mode_read: files and lines of the model's code that ask whether gradients are on.
     arguments: of the model's own forward, also those that the example inputs leave out.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
     """
@@ -118,6 +123,7 @@ class Program:
     arguments: tuple[ArgumentSpec, ...] = ()
     synced_norms: tuple[str, ...] = ()
     set_attributes: tuple[Any, ...] = ()
+    grad_mode_read: tuple[str, ...] = ()
     _fingerprint: str = ""
 
     @property
@@ -232,6 +238,9 @@ def _mode_free(program: Program) -> dict[fx.Node, str]:
             break
         if node.op == "placeholder":
             digests[node] = f"{node.meta['role'].value}:{node.meta['name']}"
+            continue
+        if str(node.target) == "aten.detach.default":  # the same values, and under no_grad left out
+            digests[node] = text(node.args[0])
             continue
         position = MODE_ARGUMENTS.get(str(node.target), -1)
         args = [argument for index, argument in enumerate(node.args) if index != position]

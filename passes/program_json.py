@@ -36,7 +36,8 @@ _KINDS: dict[str, type] = {
 }
 # Fields that are written by a rule of their own, and those that are not.
 _OWN = {"graph", "tensors", "inputs", "arguments", "outputs"}
-_LEFT_OUT = {"constants", "check_evaluation", "assumptions", "conditions", "set_attributes", "_fingerprint"}
+_ATTRIBUTES = {"set_attributes", "grad_mode_read"}  # of the model's code, not of the graph
+_LEFT_OUT = {"constants", "check_evaluation", "assumptions", "conditions", "_fingerprint"} | _ATTRIBUTES
 _REST = tuple(item.name for item in fields(Program) if item.name not in _OWN | _LEFT_OUT)
 
 

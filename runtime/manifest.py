@@ -219,7 +219,8 @@ class Manifest:
     Stages that use totals hold the buffers that these are computed from.
     loss: name of the output that is the loss; None when the user's code computes it from the outputs.
     precision: "bf16-mixed", "fp16-mixed" (see MIXED), or '' where the stages compute in the parameters' types.
-    eval_flaw: why the stages cannot be evaluated (model.eval()), '' when they can.
+    eval_flaw: why the stages cannot be evaluated (model.eval()), '' when they can. no_grad_flaw: why they cannot run
+    under ``torch.no_grad()``.
     batch_splittable: False when the model mixes samples: one microbatch, one replica.
     tokens_per_sample, flops_per_sample: of a step, and peak_flops: FLOP/s of all devices in the type of most products,
     as the plan has them; 0: unknown.
@@ -251,6 +252,7 @@ class Manifest:
     imports: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     eval_flaw: str = ""
+    no_grad_flaw: str = ""
     warmup: tuple[int, ...] = ()
     precision: str = ""
     tokens_per_sample: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,3 +42,32 @@ def told(change: str) -> str:
 def test_unlike_models_are_told_on_every_rank(change: str, found: str) -> None:
     for text in launch(told, 2, change):
         assert found in text and "build the same model" in text
+
+
+def told_of_options(change: str) -> str:
+    own: dict[str, Any] = {"microbatches": 2, "pins": {"0": 0}}
+    if dist.get_rank() == 1:
+        own = {
+            "microbatches": {**own, "microbatches": 4},
+            "zero": {**own, "zero": 1},
+            "batch": {**own, "batch": "local"},
+        }[change]
+    model = autopart.parallelize(nn.Sequential(nn.Linear(4, 4)), cluster=ideal(2), verbose=False, dp=2, **own)
+    try:
+        model(torch.ones(4, 4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("microbatches", "with microbatches 2 on rank 0 and 4 on rank 1"),
+        ("zero", "with zero missing on rank 0 and 1 on rank 1"),
+        ("batch", "with batch 'global' on rank 0 and 'local' on rank 1"),
+    ],
+)
+def test_unlike_options_are_told_on_every_rank(change: str, found: str) -> None:
+    for text in launch(told_of_options, 2, change):
+        assert found in text and "the same options" in text

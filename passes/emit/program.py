@@ -168,6 +168,7 @@ def emit_program(
         imports=program.imports,
         notes=(*program.notes, *split.notes),
         eval_flaw=program.eval_flaw,
+        no_grad_flaw=program.evaluation.no_grad_flaw,
         precision=program.precision,
         outline=outline_digest(split.graph, program.updated_buffers),
         assumptions=tuple(AssumptionSpec(item.value, item.text) for item in program.assumptions),
