@@ -15,6 +15,14 @@ from clusters import ideal
 from launch import launch
 
 
+def refusal(model: nn.Module) -> str:
+    try:
+        model(torch.ones(4, 4))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
 def told(change: str) -> str:
     layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)]
     if dist.get_rank() == 1:
@@ -24,11 +32,7 @@ def told(change: str) -> str:
             "dtype": nn.Linear(8, 4).double(),
         }[change]
     model = autopart.parallelize(nn.Sequential(*layers), cluster=ideal(2), verbose=False, dp=2)
-    try:
-        model(torch.ones(4, 4))
-    except PlanError as error:
-        return str(error)
-    return ""
+    return refusal(model)
 
 
 @pytest.mark.parametrize(
@@ -53,11 +57,7 @@ def told_of_options(change: str) -> str:
             "batch": {**own, "batch": "local"},
         }[change]
     model = autopart.parallelize(nn.Sequential(nn.Linear(4, 4)), cluster=ideal(2), verbose=False, dp=2, **own)
-    try:
-        model(torch.ones(4, 4))
-    except PlanError as error:
-        return str(error)
-    return ""
+    return refusal(model)
 
 
 @pytest.mark.parametrize(
