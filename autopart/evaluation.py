@@ -53,29 +53,32 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def evaluation_of(program: Program, model: nn.Module, again: Callable[[], Program]) -> Evaluation:
     """How evaluation differs from the training graph with dropout off and statistics fixed. again: captures anew."""
+    asked, writes = program.grad_mode_read, tuple[str, ...]()
     try:
         with _evaluating(model):
             other = again()
+        asked += other.grad_mode_read
+        flaw = _flaw(program, other, evaluates=True)
+        writes = () if flaw else tuple(mode_free_updates(other))
     except CaptureError as error:
-        return Evaluation(f"the model cannot be captured in evaluation mode: {error}")
-    flaw, writes = _flaw(program, other, evaluates=True), tuple(mode_free_updates(other))
-    asked = (*program.grad_mode_read, *other.grad_mode_read)
-    return Evaluation(
-        flaw, () if flaw else writes, _without_gradients(program, model, again, asked[0]) if asked else ""
-    )
+        flaw = f"the model cannot be captured in evaluation mode: {error}"
+    if not asked:
+        return Evaluation(flaw, writes)
+    found = _without_gradients(program, model, again, evaluates=not flaw)
+    return Evaluation(flaw, writes, found and f"{found}; the model asks for torch.is_grad_enabled() in {asked[0]}")
 
 
-def _without_gradients(program: Program, model: nn.Module, again: Callable[[], Program], place: str) -> str:
-    """What is computed otherwise under ``torch.no_grad()``. place: where the model asks for that."""
+def _without_gradients(program: Program, model: nn.Module, again: Callable[[], Program], evaluates: bool) -> str:
+    """What is computed otherwise under ``torch.no_grad()``. evaluates: whether evaluation is asked for too."""
     try:
         with torch.no_grad():
             flaw = _flaw(program, again(), evaluates=False)
-            if not flaw:
+            if evaluates and not flaw:
                 with _evaluating(model):
                     flaw = _flaw(program, again(), evaluates=True)
+            return flaw
     except CaptureError as error:
-        flaw = f"the model cannot be captured so: {error}"
-    return flaw and f"{flaw}; the model asks for torch.is_grad_enabled() in {place}"
+        return f"the model cannot be captured so: {error}"
 
 
 def _flaw(program: Program, other: Program, evaluates: bool) -> str:

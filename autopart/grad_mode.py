@@ -15,7 +15,7 @@ from autopart.capture_place import own_place
 
 @contextmanager
 def grad_mode_read() -> Iterator[list[str]]:
-    """Inside, files and lines outside of torch that call ``torch.is_grad_enabled`` are noted, for all threads.
+    """Inside, the first line outside of torch that calls ``torch.is_grad_enabled`` is noted, for all threads.
 
     Code that imported the function itself, or that reads ``requires_grad`` of what it computes, is not.
     """
@@ -24,7 +24,7 @@ def grad_mode_read() -> Iterator[list[str]]:
 
     def noted() -> bool:
         package = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("torch", "autopart"):
+        if not found and package not in ("torch", "autopart"):
             found.append(own_place(traceback.extract_stack()))
         return ask()
 

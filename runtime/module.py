@@ -357,16 +357,16 @@ class ParallelModule(HeldStages):
         return rebuild(variant.manifest.output_structure, {**values, **_constants(variant, division.batch)})
 
     def _evaluate(self, variant: Variant, feed: Feed, division: Division) -> Any:
-        if variant.manifest.no_grad_flaw and not torch.is_grad_enabled():
-            raise InputError(
-                "the stages were captured with gradients on and cannot run under torch.no_grad() or inference_mode(): "
-                f"{variant.manifest.no_grad_flaw}; call the model outside of these"
-            )
         if not self.training and variant.manifest.eval_flaw:
             raise InputError(
                 f"the stages were captured in training mode and cannot run in evaluation mode: "
                 f"{variant.manifest.eval_flaw}; "
                 "load what state_dict() gives on every rank into a model that is built anew, and evaluate that"
+            )
+        if variant.manifest.no_grad_flaw and not torch.is_grad_enabled():
+            raise InputError(
+                "the stages were captured with gradients on and cannot run under torch.no_grad() or inference_mode(): "
+                f"{variant.manifest.no_grad_flaw}; call the model outside of these"
             )
         schedule = variant.schedules.evaluation(division.microbatches)
         run = self._run(variant, feed, train=False)
