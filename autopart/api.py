@@ -126,8 +126,8 @@ def parallelize(
 ) -> nn.Module:
     """The model as a parallel program over the processes of this job.
 
-    Called in a script that torchrun started (in one process it trains there). The model is planned at its first call;
-    until then its parameters are the original ones, and an optimizer made from them goes on working.
+    Called alike on all ranks of a script that torchrun started (in one process it trains there). The model is planned
+    at its first call; until then its parameters are the original ones, and an optimizer made from them goes on working.
 
     cluster: a Cluster or its text (default: this job's devices). plan: a Plan or a plan file, instead of planning.
     loss_fn: for models without a loss inside: ``out = model(x, targets=y)`` has ``out.loss = loss_fn(model(x), y)``.

@@ -53,11 +53,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def evaluation_of(program: Program, model: nn.Module, again: Callable[[], Program]) -> Evaluation:
     """How evaluation differs from the training graph with dropout off and statistics fixed. again: captures anew."""
-    asked, writes = program.grad_mode_read, tuple[str, ...]()
+    asked = program.grad_mode_read
+    writes: tuple[str, ...] = ()
     try:
         with _evaluating(model):
             other = again()
-        asked += other.grad_mode_read
+        asked = asked or other.grad_mode_read
         flaw = _flaw(program, other, evaluates=True)
         writes = () if flaw else tuple(mode_free_updates(other))
     except CaptureError as error:
@@ -65,7 +66,7 @@ def evaluation_of(program: Program, model: nn.Module, again: Callable[[], Progra
     if not asked:
         return Evaluation(flaw, writes)
     found = _without_gradients(program, model, again, evaluates=not flaw)
-    return Evaluation(flaw, writes, found and f"{found}; the model asks for torch.is_grad_enabled() in {asked[0]}")
+    return Evaluation(flaw, writes, found and f"{found}; the model asks for torch.is_grad_enabled() in {asked}")
 
 
 def _without_gradients(program: Program, model: nn.Module, again: Callable[[], Program], evaluates: bool) -> str:

@@ -130,7 +130,7 @@ def capture(
             program = assemble(flat, exported, named, dims, tuple(bound), batch, static_batch, name, autocast)
         program.most_samples = most
         program.synced_norms = synced_norms(model)
-        program.grad_mode_read = tuple(asked)
+        program.grad_mode_read = next(iter(asked), "")
         program.set_attributes = flat.returned.attributes
         program.notes = (*program.notes, *own.notes(), *map(note_on_draws, drawn))
         if told := [item for item in program.set_attributes if not item.is_table]:

@@ -95,7 +95,7 @@ class Program:
     assumptions: what the model's branches were decided by, each a result of the graph ``conditions`` of the inputs.
     synced_norms: paths of modules whose statistics are those of the batch on all ranks, as SyncBatchNorm's are.
     set_attributes: what forward sets to tensors, as layers do with parts of a loss (autopart.set_by_forward.SetTensor).
-    grad_mode_read: the first line of the model's code that asks whether gradients are on; empty: none does.
+    grad_mode_read: file and line of the model's code that first asks whether gradients are on, '' if none does.
     arguments: of the model's own forward, also those that the example inputs leave out.
     constants: tensors that the state dict does not hold (non-persistent buffers, literals), where they are real.
     """
@@ -123,7 +123,7 @@ class Program:
     arguments: tuple[ArgumentSpec, ...] = ()
     synced_norms: tuple[str, ...] = ()
     set_attributes: tuple[Any, ...] = ()
-    grad_mode_read: tuple[str, ...] = ()
+    grad_mode_read: str = ""
     _fingerprint: str = ""
 
     @property

@@ -19,6 +19,7 @@ class Asking(nn.Module):
     def __init__(self, body: Callable[[Asking, Tensor], Tensor]) -> None:
         super().__init__()
         self.body, self.first, self.last = body, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.body(self, x))
@@ -44,8 +45,13 @@ def stopped(model: Asking, x: Tensor) -> Tensor:
     return model.first(x) / (scale + float(torch.is_grad_enabled() or 1.0))
 
 
+def fused_by_torch(model: Asking, x: Tensor) -> Tensor:
+    return alike(model, model.layer(x[:, None])[:, 0])
+
+
 @pytest.mark.parametrize(
-    ("body", "flaw"), [(apart, True), (apart_in_evaluation, True), (alike, False), (stopped, False)]
+    ("body", "flaw"),
+    [(apart, True), (apart_in_evaluation, True), (alike, False), (stopped, False), (fused_by_torch, False)],
 )
 def test_what_is_computed_otherwise_without_gradients_is_told(body: Callable[..., Tensor], flaw: bool) -> None:
     model = Asking(body)
